@@ -1,0 +1,1 @@
+"""Device memory: spans, splitting, coalescing, traces. Pure Python over offsets."""

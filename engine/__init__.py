@@ -1,0 +1,1 @@
+"""The work of one stage: config, weights, layers, caches, the hand-off type."""

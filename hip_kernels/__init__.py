@@ -1,0 +1,1 @@
+"""One stem per operator: torch reference and binding, beside its HIP kernel."""

@@ -1,0 +1,174 @@
+"""The release's number formats, exactly: E2M1, E4M3, E8M0, their quantisers and packed row layouts.
+
+Spec: backbone.md section 2.3 to 2.5 and 13. Codes are bytes (torch.uint8); every decode is exact in
+FP32, and every dequantised activation is exact in BF16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E8M0_NAN = 255  # a code, never compared as a number: 128.0 is code 134 and a healthy scale
+ACT_QUANT8_MIN_AMAX = 1e-4
+# The reference multiplies by rounded reciprocals for power-of-two scales and divides for E4M3 ones.
+RECIPROCAL_448 = float(torch.tensor(1.0 / 448.0, dtype=torch.float32))
+RECIPROCAL_6 = float(torch.tensor(1.0 / 6.0, dtype=torch.float32))
+
+
+@cache
+def _e8m0_table() -> Tensor:
+    bits = torch.arange(256, dtype=torch.int32) << 23
+    bits[0] = 1 << 22  # 2^-127 is subnormal; a plain shift would give zero
+    bits[E8M0_NAN] = 0x7FC00000
+    return bits.view(torch.float32)
+
+
+@cache
+def _e4m3_table() -> Tensor:
+    code = torch.arange(256, dtype=torch.int32)
+    exponent, mantissa = (code >> 3) & 15, (code & 7).float()
+    value = torch.where(exponent == 0, mantissa * 2.0**-9, torch.ldexp(8 + mantissa, exponent - 10))
+    value[(code & 0x7F) == 0x7F] = float("nan")  # E4M3FN: the top code is NaN, not 480
+    return torch.where(code >= 128, -value, value)
+
+
+@cache
+def _e2m1_table() -> Tensor:
+    positive = torch.tensor(E2M1_VALUES)
+    return torch.cat([positive, -positive])
+
+
+def e8m0_decode(scales_e8m0: Tensor) -> Tensor:
+    """2^(byte-127) as FP32, same shape; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
+    return _e8m0_table().index_select(0, scales_e8m0.reshape(-1).int()).view(scales_e8m0.shape)
+
+
+def e4m3_decode(codes_e4m3: Tensor) -> Tensor:
+    """E4M3FN codes as FP32, same shape; 0x7F and 0xFF are NaN."""
+    return _e4m3_table().index_select(0, codes_e4m3.reshape(-1).int()).view(codes_e4m3.shape)
+
+
+def e2m1_decode(codes_u8: Tensor) -> Tensor:
+    """E2M1 codes 0..15, one a byte, as FP32, same shape."""
+    return _e2m1_table().index_select(0, codes_u8.reshape(-1).int()).view(codes_u8.shape)
+
+
+def e4m3_encode(values_f32: Tensor) -> Tensor:
+    """Nearest E4M3FN code, ties to even, saturating at 448 (a plain cast may give NaN); NaN stays NaN."""
+    return values_f32.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e2m1_encode(values_f32: Tensor) -> Tensor:
+    """Nearest E2M1 code 0..15, one a byte, ties to the even code, saturating at 6; the sign of zero is kept.
+
+    NaN has no code here: it becomes a zero whose scale, NaN as well, poisons the group.
+    """
+    size = values_f32.abs()
+    code = (size > 0.25).to(torch.uint8)
+    for bound, tie_up in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        code += size >= bound if tie_up else size > bound
+    return code + (torch.signbit(values_f32).to(torch.uint8) << 3)
+
+
+def pack_e2m1(codes_u8: Tensor) -> Tensor:
+    """[..., K] codes to [..., K/2] bytes; the even element is the low nibble."""
+    return codes_u8[..., 0::2] | (codes_u8[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed_e2m1x2: Tensor) -> Tensor:
+    """[..., K/2] bytes to [..., K] codes; the low nibble is the even element."""
+    return torch.stack((packed_e2m1x2 & 15, packed_e2m1x2 >> 4), dim=-1).flatten(-2)
+
+
+def pow2ceil_e8m0(values_f32: Tensor) -> Tensor:
+    """E8M0 byte of the smallest power of two >= value, decided on the FP32 bits (a logarithm misrounds).
+
+    Infinity and NaN give byte 255, so a broken activation poisons its own group and nothing else.
+    """
+    bits = values_f32.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return exponent.clamp(0, E8M0_NAN).to(torch.uint8)
+
+
+def _groups(x_bf16: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    grouped = x_bf16.float().unflatten(-1, (-1, size))
+    return grouped, grouped.abs().amax(dim=-1)
+
+
+def act_quant8(x_bf16: Tensor) -> tuple[Tensor, Tensor]:
+    """ActQuant8 (section 2.4): [..., K] BF16 to codes_e4m3 [..., K] and scales_e8m0 [..., K/32]."""
+    grouped, amax = _groups(x_bf16, 32)
+    scales = pow2ceil_e8m0(amax.clamp_min(ACT_QUANT8_MIN_AMAX) * RECIPROCAL_448)
+    return e4m3_encode(grouped / e8m0_decode(scales).unsqueeze(-1)).flatten(-2), scales
+
+
+def act_quant4_e8m0(x_bf16: Tensor) -> tuple[Tensor, Tensor]:
+    """ActQuant4 of index queries and keys (section 2.5): codes [..., K] (0..15), scales_e8m0 [..., K/32]."""
+    grouped, amax = _groups(x_bf16, 32)
+    scales = pow2ceil_e8m0(amax.clamp_min(E2M1_MAX * 2.0**-126) * RECIPROCAL_6)
+    return e2m1_encode(grouped / e8m0_decode(scales).unsqueeze(-1)).flatten(-2), scales
+
+
+def act_quant4_e4m3(x_bf16: Tensor) -> tuple[Tensor, Tensor]:
+    """ActQuant4 of compressed KV (section 2.5): codes [..., K] (0..15), scales_e4m3 [..., K/16].
+
+    The scale is rounded to nearest and may lie below amax/6, so the clamp to 6 really saturates.
+    """
+    grouped, amax = _groups(x_bf16, 16)
+    scales = e4m3_encode(amax.clamp_min(E2M1_MAX * 2.0**-9) / E2M1_MAX)
+    return e2m1_encode(grouped / e4m3_decode(scales).unsqueeze(-1)).flatten(-2), scales
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A cached row as it is stored: codes first, then one scale byte a group (section 13)."""
+
+    kind: Literal["window", "compressed", "index_key"]
+    channels: int
+
+    @property
+    def code_bytes(self) -> int:
+        return self.channels if self.kind == "window" else self.channels // 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.code_bytes + self.channels // (16 if self.kind == "compressed" else 32)
+
+    def pack(self, x_bf16: Tensor) -> Tensor:
+        """Quantise [..., channels] BF16 into [..., row_bytes] bytes. Idempotent on unpacked rows' values."""
+        if self.kind == "window":
+            codes, scales = act_quant8(x_bf16)
+        else:
+            quantise = act_quant4_e4m3 if self.kind == "compressed" else act_quant4_e8m0
+            codes, scales = quantise(x_bf16)
+            codes = pack_e2m1(codes)
+        return torch.cat((codes, scales), dim=-1)
+
+    def split(self, rows_u8: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., row_bytes] to decoded codes [..., groups, group] and scales [..., groups], both FP32."""
+        codes_u8, scales_u8 = rows_u8[..., : self.code_bytes], rows_u8[..., self.code_bytes :]
+        codes = e4m3_decode(codes_u8) if self.kind == "window" else e2m1_decode(unpack_e2m1(codes_u8))
+        scales = e4m3_decode(scales_u8) if self.kind == "compressed" else e8m0_decode(scales_u8)
+        return codes.unflatten(-1, (scales.shape[-1], -1)), scales
+
+    def unpack(self, rows_u8: Tensor) -> Tensor:
+        """[..., row_bytes] bytes to [..., channels] BF16, exact."""
+        codes, scales = self.split(rows_u8)
+        return (codes * scales.unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def dequantise_tiles(codes_e4m3: Tensor, scales_e8m0: Tensor) -> Tensor:
+    """E4M3 [N, K] with one E8M0 scale per 32x32 tile [ceil(N/32), ceil(K/32)] as BF16 [N, K], exact.
+
+    Exact because the loader refuses products outside BF16's normal range (design.md section 4).
+    """
+    n_rows, n_cols = codes_e4m3.shape
+    scales = e8m0_decode(scales_e8m0).repeat_interleave(32, 0)[:n_rows].repeat_interleave(32, 1)[:, :n_cols]
+    return (e4m3_decode(codes_e4m3) * scales).bfloat16()

@@ -1,0 +1,1 @@
+"""Stages turned into an engine: placement, schedule, transport, batching."""

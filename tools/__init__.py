@@ -1,0 +1,1 @@
+"""The rocline command: one file a subcommand; it formats what the folders below compute."""
