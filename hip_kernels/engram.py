@@ -1,0 +1,119 @@
+"""Engram: n-gram hash, table rows, and the gated addition to the streams (backbone.md section 11.3 to 11.5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.formats import e4m3_decode, e8m0_decode
+
+GATE_FLOOR = 1e-6
+
+
+def engram_hash(
+    lookback_i64: Tensor,
+    multipliers_i64: Tensor,
+    primes_i64: Tensor,
+    offsets_i64: Tensor,
+    pad: int,
+    rows_i64: Tensor,
+) -> None:
+    """Fill rows_i64 [R, C]: the table row of every column, n-gram size major, head minor.
+
+    lookback_i64     [R, N] compressed ids at positions p, p-1, … p-N+1; -1 where dead or before the start
+    multipliers_i64  [N]; primes_i64, offsets_i64 [C]
+    pad              compressed id that stands for a blocked lookback: everything from the first -1 on
+    """
+    _, n_lookback, n_columns = bind_dims(
+        "engram_hash",
+        "R N C",
+        {
+            "lookback_i64 R N": lookback_i64,
+            "multipliers_i64 N": multipliers_i64,
+            "primes_i64 C": primes_i64,
+            "offsets_i64 C": offsets_i64,
+            "rows_i64 R C": rows_i64,
+        },
+    )
+    blocked = (lookback_i64 < 0).cummax(1).values
+    terms = lookback_i64.masked_fill(blocked, pad) * multipliers_i64  # below 2^63 by the multipliers' bound
+    n_heads = n_columns // (n_lookback - 1)
+    mixed = terms[:, 0]
+    for size in range(2, n_lookback + 1):
+        mixed = mixed ^ terms[:, size - 1]
+        columns = slice((size - 2) * n_heads, (size - 1) * n_heads)
+        rows_i64[:, columns] = mixed[:, None] % primes_i64[columns] + offsets_i64[columns]
+
+
+def engram_gather(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
+    """Fill out_bf16 [R, C * d] with table rows rows_i64 [R, C], in column order.
+
+    codes_e4m3 [rows, d], scales_e8m0 [rows, d/32]: one scale per row per 32 channels, not per tile.
+    """
+    bind_dims(
+        "engram_gather",
+        "R",
+        {
+            "rows_i64 R C": rows_i64,
+            "codes_e4m3 N D": codes_e4m3,
+            "scales_e8m0 N G": scales_e8m0,
+            "out_bf16 R W": out_bf16,
+        },
+    )
+    codes_f32 = e4m3_decode(codes_e4m3[rows_i64]).unflatten(-1, (scales_e8m0.shape[1], -1))
+    out_bf16.copy_((codes_f32 * e8m0_decode(scales_e8m0[rows_i64]).unsqueeze(-1)).flatten(1))
+
+
+def engram_gate_ref(
+    streams_bf16: Tensor,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    alive_u8: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """New streams [R, n, D] BF16 and gates [R, n] FP32.
+
+    streams_bf16 [R, n, D]; kv_bf16 [R, (n+1) * D], n keys and one value; weights [n, D]; alive_u8 [R], 0 forces gate 0.
+    """
+    n_streams, width = streams_bf16.shape[1:]
+    kv_f32 = kv_bf16.float().unflatten(1, (n_streams + 1, width))
+    keys, value = kv_f32[:, :n_streams], kv_f32[:, n_streams]
+    x_f32 = streams_bf16.float()
+    inverse = torch.rsqrt(x_f32.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
+    dot = (x_f32 * (q_weight_bf16.float() * k_weight_bf16.float()) * keys).sum(-1) * inverse * width**-0.5
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(GATE_FLOOR).sqrt(), dot))
+    gate = gate.where(alive_u8[:, None] != 0, 0)
+    return (x_f32 + gate[:, :, None] * value[:, None]).bfloat16(), gate
+
+
+def engram_gate(
+    streams_bf16: Tensor,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    alive_u8: Tensor,
+    eps: float,
+    out_bf16: Tensor,
+    gates_f32: Tensor,
+) -> None:
+    """Fill out_bf16 [R, n, D] and gates_f32 [R, n]; see engram_gate_ref for the shapes."""
+    bind_dims(
+        "engram_gate",
+        "R",
+        {
+            "streams_bf16 R N D": streams_bf16,
+            "kv_bf16 R W": kv_bf16,
+            "q_weight_bf16 N D": q_weight_bf16,
+            "k_weight_bf16 N D": k_weight_bf16,
+            "alive_u8 R": alive_u8,
+            "out_bf16 R N D": out_bf16,
+            "gates_f32 R N": gates_f32,
+        },
+    )
+    run_tiles(
+        lambda streams, kv, alive: engram_gate_ref(streams, kv, q_weight_bf16, k_weight_bf16, alive, eps),
+        (streams_bf16, kv_bf16, alive_u8),
+        (out_bf16, gates_f32),
+    )

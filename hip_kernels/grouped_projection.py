@@ -1,0 +1,40 @@
+"""The grouped output projection wo_a: heads in groups, each with its own block of rows (backbone.md section 5.6)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.formats import dequantise_tiles
+from rocline.hip_kernels.linear import Fp8Weight
+
+
+def grouped_projection_ref(x_bf16: Tensor, weight_f32: Tensor) -> Tensor:
+    """x [R, G, K] times weight [G, N, K]: [R, G * N] BF16; the input is not quantised, FP32 accumulation."""
+    groups = [F.linear(x_bf16[:, g].float(), weight_f32[g]) for g in range(weight_f32.shape[0])]
+    return torch.cat(groups, dim=-1).bfloat16()
+
+
+def grouped_projection(heads_bf16: Tensor, weight: Fp8Weight, n_groups: int, out_bf16: Tensor) -> None:
+    """Fill out_bf16 [R, G * N] from head outputs [R, H, D], H * D = G * K.
+
+    weight is [G * N, K]; its scale tiles count rows of the whole tensor, not of a group.
+    """
+    bind_dims(
+        "grouped_projection",
+        "R",
+        {
+            "heads_bf16 R H D": heads_bf16,
+            "codes_e4m3 N K": weight.codes_e4m3,
+            "scales_e8m0 T B": weight.scales_e8m0,
+            "out_bf16 R N": out_bf16,
+        },
+    )
+    weight_f32 = dequantise_tiles(*weight).float().unflatten(0, (n_groups, -1))
+    run_tiles(
+        lambda heads: grouped_projection_ref(heads.flatten(1).unflatten(1, (n_groups, -1)), weight_f32),
+        (heads_bf16,),
+        (out_bf16,),
+    )

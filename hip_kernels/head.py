@@ -1,0 +1,30 @@
+"""The language-model head: full FP32 logits and a flag for rows that are not finite (backbone.md section 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.linear import linear_ref
+
+
+def head(h_bf16: Tensor, weight_bf16: Tensor, logits_f32: Tensor, finite_u8: Tensor) -> None:
+    """Fill logits_f32 [R, V] from the normed h_bf16 [R, D], and finite_u8 [R]: 1 where every logit is finite."""
+    bind_dims(
+        "head",
+        "R",
+        {
+            "h_bf16 R D": h_bf16,
+            "weight_bf16 V D": weight_bf16,
+            "logits_f32 R V": logits_f32,
+            "finite_u8 R": finite_u8,
+        },
+    )
+    weight_f32 = weight_bf16.float()
+
+    def tile(h: Tensor) -> tuple[Tensor, Tensor]:
+        logits = linear_ref(h, weight_f32)
+        return logits, torch.isfinite(logits).all(1).to(torch.uint8)
+
+    run_tiles(tile, (h_bf16,), (logits_f32, finite_u8))

@@ -1,0 +1,105 @@
+"""Candidate position-blocks and top-k lists over index scores (backbone.md section 7 step 5, section 8).
+
+Ties are decided everywhere: higher score first, then lower index; -0 equals +0.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocline.hip_kernels.binding import bind_dims, run_tiles
+
+
+def top_k_mask(scores_f32: Tensor, k: int) -> Tensor:
+    """[R, P] bool: the k best of each row, ties to the lower index. NaN is never chosen."""
+    if k >= scores_f32.shape[1]:
+        return scores_f32 >= float("-inf")  # everything but NaN
+    scores_f32 = scores_f32.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    cut = scores_f32.topk(k, dim=1).values[:, -1:]
+    above = scores_f32 > cut
+    tied = scores_f32 == cut
+    room = k - above.sum(1, keepdim=True)
+    return above | (tied & (tied.cumsum(1) <= room))
+
+
+def mask_to_list(mask_bool: Tensor, width: int) -> Tensor:
+    """[R, width] int32: the indices set in each row of mask_bool [R, P], ascending, -1 at the end."""
+    out = torch.full((len(mask_bool), width + 1), -1, dtype=torch.int32)
+    place = mask_bool.cumsum(1).where(mask_bool, width + 1) - 1  # unset entries go to a last, dropped column
+    index = torch.arange(mask_bool.shape[1], dtype=torch.int32).expand_as(mask_bool)
+    out.scatter_(1, place, index)
+    return out[:, :width]
+
+
+def candidate_blocks_ref(scores_f32: Tensor, visible_i32: Tensor, block_size: int, n_keep: int) -> Tensor:
+    """[R, n_keep] int32 kept candidate blocks, ascending, -1 at the end; scores [R, P] are causally masked.
+
+    A block scores the maximum of its positions; the block of the newest visible row is kept in any case.
+    """
+    n_positions = scores_f32.shape[1]
+    padded = F.pad(scores_f32, (0, -n_positions % block_size), value=float("-inf"))
+    blocks = padded.unflatten(1, (-1, block_size)).amax(2)
+    newest = torch.div(visible_i32 - 1, block_size, rounding_mode="floor")
+    forced = torch.arange(blocks.shape[1]) == newest[:, None]
+    blocks = blocks.masked_fill(forced, float("inf"))
+    kept = top_k_mask(blocks, n_keep) & (blocks > float("-inf"))
+    return mask_to_list(kept, n_keep)
+
+
+def candidate_blocks(scores_f32: Tensor, visible_i32: Tensor, block_size: int, blocks_i32: Tensor) -> None:
+    """Fill blocks_i32 [R, C] (see candidate_blocks_ref) from scores_f32 [R, P] and visible_i32 [R]."""
+    bind_dims(
+        "candidate_blocks",
+        "R",
+        {"scores_f32 R P": scores_f32, "visible_i32 R": visible_i32, "blocks_i32 R C": blocks_i32},
+    )
+    n_keep = blocks_i32.shape[1]
+    run_tiles(
+        lambda scores, visible: candidate_blocks_ref(scores, visible, block_size, n_keep),
+        (scores_f32, visible_i32),
+        (blocks_i32,),
+    )
+
+
+def restrict_ref(scores_f32: Tensor, blocks_i32: Tensor, block_size: int) -> Tensor:
+    """scores [R, P] with every position outside the kept blocks at -inf."""
+    n_blocks = -(-scores_f32.shape[1] // block_size)
+    kept = torch.zeros((len(scores_f32), n_blocks + 1), dtype=torch.bool)
+    kept.scatter_(1, blocks_i32.long().where(blocks_i32 >= 0, n_blocks), True)
+    keep = kept[:, :n_blocks].repeat_interleave(block_size, 1)[:, : scores_f32.shape[1]]
+    return scores_f32.masked_fill(~keep, float("-inf"))
+
+
+def top_k_list_ref(scores_f32: Tensor, visible_i32: Tensor, k: int) -> Tensor:
+    """[R, k] int32: the k best positions ascending, -1 at the end where fewer are visible."""
+    position = torch.arange(scores_f32.shape[1], dtype=torch.int32)
+    return mask_to_list(top_k_mask(scores_f32, k) & (position < visible_i32[:, None]), k)
+
+
+def top_k_list(
+    scores_f32: Tensor,
+    visible_i32: Tensor,
+    blocks_i32: Tensor | None,
+    block_size: int,
+    selected_i32: Tensor,
+) -> None:
+    """Fill selected_i32 [R, K] from causally masked scores_f32 [R, P] and visible_i32 [R].
+
+    blocks_i32 [R, C] restricts the choice to kept candidate blocks; None leaves it open.
+    """
+    bind_dims(
+        "top_k_list",
+        "R",
+        {"scores_f32 R P": scores_f32, "visible_i32 R": visible_i32, "selected_i32 R K": selected_i32},
+    )
+    k = selected_i32.shape[1]
+
+    def tile(scores: Tensor, visible: Tensor, *blocks: Tensor) -> Tensor:
+        if blocks:
+            scores = restrict_ref(scores, blocks[0], block_size)
+        return top_k_list_ref(scores, visible, k)
+
+    per_row = (scores_f32, visible_i32)
+    run_tiles(tile, per_row if blocks_i32 is None else (*per_row, blocks_i32), (selected_i32,))
