@@ -1,0 +1,101 @@
+"""A key/value source's own rows: compressed rows and index keys of the pairs that close (backbone.md section 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.engine.config import LayerRole, TextConfig
+from rocline.engine.handoff import FreshRows, RowSpan
+from rocline.engine.record import Recorder
+from rocline.engine.rope_rows import RopeTables
+from rocline.engine.sequence import Ring
+from rocline.hip_kernels.compressor import compressed_row, pool_pairs
+from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.index_vectors import index_key
+from rocline.hip_kernels.linear import bf16_linear, f32_linear
+from rocline.hip_kernels.rmsnorm import rmsnorm
+
+
+@dataclass(frozen=True)
+class CompressorWeights:
+    """wkv_bf16, wgate_bf16 [hd, D] (no gate at ratio 1), norm_bf16 [hd]; for keys wk_bf16 [d, hd], k_norm_bf16 [d]."""
+
+    wkv_bf16: Tensor
+    wgate_bf16: Tensor | None
+    norm_bf16: Tensor
+    wk_bf16: Tensor
+    k_norm_bf16: Tensor
+
+
+def pair_rows(weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
+    """[R, 2, hd] FP32: value and gate of each token of a ratio-2 source, u_bf16 [R, D]."""
+    assert weights.wgate_bf16 is not None
+    width = len(weights.wkv_bf16)
+    value_f32, gate_f32 = scratch.f32(len(u_bf16), width), scratch.f32(len(u_bf16), width)
+    f32_linear(u_bf16, weights.wkv_bf16, value_f32)
+    f32_linear(u_bf16, weights.wgate_bf16, gate_f32)
+    return torch.stack((value_f32, gate_f32), dim=1)
+
+
+def pooled_latent(
+    config: TextConfig, weights: CompressorWeights, ring: Ring, span: RowSpan, rows_f32: Tensor
+) -> Tensor:
+    """[J, hd] BF16 latents of the pairs that the span closes; its rows [n_rows, 2, hd] go into the ring."""
+    if not span.keeps_rows or not span.n_rows:
+        if span.n_rows:
+            ring.append(span.start, rows_f32)
+        return scratch.bf16(0, rows_f32.shape[2])
+    held = ring.read(span.start - span.start % 2, span.start)
+    ring.append(span.start, rows_f32)
+    rows_f32 = torch.cat((held, rows_f32))
+    pairs_f32 = rows_f32[: len(rows_f32) // 2 * 2].unflatten(0, (-1, 2))  # [J, token, value|gate, hd]
+    latent_bf16 = scratch.bf16(len(pairs_f32), rows_f32.shape[2])
+    pool_pairs(pairs_f32[:, :, 0], pairs_f32[:, :, 1], weights.norm_bf16, config.rms_norm_eps, latent_bf16)
+    return latent_bf16
+
+
+def single_latent(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
+    """[R, hd] BF16 latents of a ratio-1 source."""
+    projected = scratch.bf16(len(u_bf16), len(weights.wkv_bf16))
+    bf16_linear(u_bf16, weights.wkv_bf16, projected)
+    latent_bf16 = scratch.bf16(*projected.shape)
+    rmsnorm(projected, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
+    return latent_bf16
+
+
+def fresh_rows(
+    config: TextConfig,
+    weights: CompressorWeights,
+    role: LayerRole,
+    tables: RopeTables,
+    span: RowSpan,
+    latent_bf16: Tensor,
+    record: Recorder,
+) -> FreshRows:
+    """Rows and keys of latents [J, hd], the first of which is the first that the span closes.
+
+    The key comes from the un-rotated latent; both are rotated at the first token of their group.
+    """
+    first = span.start // role.ratio
+    positions_i32 = torch.arange(first, first + len(latent_bf16), dtype=torch.int32) * role.ratio
+    turn = tables.rows(positions_i32, role.ratio)
+    keys_u8 = scratch.u8(len(latent_bf16), RowFormat("index_key", config.index_head_dim).row_bytes)
+    index_key(
+        latent_bf16,
+        weights.wk_bf16,
+        weights.k_norm_bf16,
+        config.rms_norm_eps,
+        turn.cos_f32,
+        turn.sin_f32,
+        keys_u8,
+    )
+    rows_u8 = scratch.u8(len(latent_bf16), RowFormat("compressed", config.head_dim).row_bytes)
+    compressed_row(latent_bf16, turn.cos_f32, turn.sin_f32, rows_u8)
+    record(role.layer, "lat", latent_bf16)
+    record(role.layer, "index_k", keys_u8)
+    record(role.layer, "comp_kv", rows_u8)
+    return FreshRows(role.layer, span.sequence, first, rows_u8, keys_u8)

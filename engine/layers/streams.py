@@ -1,0 +1,101 @@
+"""Residual streams around a sublayer: coefficients, collapse, merge, Engram's addition (backbone.md section 4, 11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.engine.config import TextConfig
+from rocline.engine.engram import EngramTable
+from rocline.engine.record import Recorder
+from rocline.hip_kernels.engram import engram_gate, engram_gather, engram_hash
+from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
+from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_merge, mhc_mix
+
+
+class MhcWeights(NamedTuple):
+    """fn_f32 [n(n+2), n*D], scale_f32 [3], base_f32 [n(n+2)]."""
+
+    fn_f32: Tensor
+    scale_f32: Tensor
+    base_f32: Tensor
+
+
+class Coefficients(NamedTuple):
+    """pre_f32, post_f32 [R, n], comb_f32 [R, n, n]."""
+
+    pre_f32: Tensor
+    post_f32: Tensor
+    comb_f32: Tensor
+
+
+@dataclass(frozen=True)
+class EngramWeights:
+    """wkv [(n+1) * D, width] FP8; q_bf16, k_bf16 [n, D]; the table stays on the host."""
+
+    wkv: Fp8Weight
+    q_bf16: Tensor
+    k_bf16: Tensor
+    table: EngramTable
+
+
+def mix(config: TextConfig, weights: MhcWeights, streams_bf16: Tensor) -> Coefficients:
+    """Coefficients of the sublayer that these streams [R, n, D] enter."""
+    n_rows, n, _ = streams_bf16.shape
+    out = Coefficients(scratch.f32(n_rows, n), scratch.f32(n_rows, n), scratch.f32(n_rows, n, n))
+    mhc_mix(streams_bf16, *weights, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, *out)
+    return out
+
+
+def collapse_norm(config: TextConfig, norm_bf16: Tensor, streams_bf16: Tensor, pre_f32: Tensor) -> Tensor:
+    """A sublayer's input [R, D] BF16."""
+    out_bf16 = scratch.bf16(streams_bf16.shape[0], streams_bf16.shape[2])
+    mhc_collapse_norm(streams_bf16, pre_f32, norm_bf16, config.rms_norm_eps, out_bf16)
+    return out_bf16
+
+
+def merge(sublayer_bf16: Tensor, streams_bf16: Tensor, coefficients: Coefficients) -> Tensor:
+    """The streams [R, n, D] after a sublayer's output [R, D] has been mixed in."""
+    merged_bf16 = scratch.bf16(*streams_bf16.shape)
+    mhc_merge(sublayer_bf16, streams_bf16, coefficients.post_f32, coefficients.comb_f32, merged_bf16)
+    return merged_bf16
+
+
+def add_engram(
+    config: TextConfig,
+    weights: EngramWeights,
+    layer: int,
+    streams_bf16: Tensor,
+    lookback_i32: Tensor,
+    record: Recorder,
+) -> Tensor:
+    """The streams [R, n, D] plus the gated table value of each row's n-grams, before the layer's statistics."""
+    n_rows, n, width = streams_bf16.shape
+    table = weights.table
+    lookback_i64 = table.compressed(lookback_i32)
+    rows_i64 = scratch.i64(n_rows, len(table.primes_i64))
+    engram_hash(lookback_i64, table.multipliers_i64, table.primes_i64, table.offsets_i64, table.pad, rows_i64)
+    values_bf16 = scratch.bf16(n_rows, config.engram_width)
+    engram_gather(rows_i64, table.codes_e4m3, table.scales_e8m0, values_bf16)
+    kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
+    fp8_linear(values_bf16, weights.wkv, kv_bf16)
+    out_bf16, gates_f32 = scratch.bf16(n_rows, n, width), scratch.f32(n_rows, n)
+    alive_u8 = (lookback_i64[:, 0] >= 0).to(torch.uint8)
+    engram_gate(
+        streams_bf16,
+        kv_bf16,
+        weights.q_bf16,
+        weights.k_bf16,
+        alive_u8,
+        config.rms_norm_eps,
+        out_bf16,
+        gates_f32,
+    )
+    record(layer, "x_pre_engram", streams_bf16)
+    record(layer, "engram.rows", rows_i64)
+    record(layer, "engram.gate", gates_f32)
+    return out_bf16

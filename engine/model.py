@@ -1,0 +1,251 @@
+"""All stages of a model run one after another in this thread: what conformance, generation and tests call.
+
+Prefill in chunks, decode, verify, truncate, snapshot and restore (design.md section 5; backbone.md section 9).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rocline.engine.checkpoint import Checkpoint
+from rocline.engine.config import ModelConfig
+from rocline.engine.engram import load_id_map
+from rocline.engine.handoff import Reach, RowKind, RowSpan
+from rocline.engine.layers.head import Logits, embed_rows, final_logits
+from rocline.engine.pages import PAGE_POSITIONS
+from rocline.engine.record import Recorder, ignore
+from rocline.engine.sequence import REWIND_ROWS, Ring
+from rocline.engine.stage import Stage, StageLayers
+from rocline.engine.weights import EngramHome, ModelWeights, load_weights
+
+PrefillMode = Literal["halo", "full"]
+CHUNK_ROWS = 1024
+
+
+class PromptError(ValueError):
+    """Token ids that cannot be run: none, out of range, or past the context."""
+
+
+@dataclass(eq=False)
+class SequenceHandle:
+    """One sequence: its number in every stage and the token ids whose rows are in."""
+
+    number: int
+    ids: array[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sequence's state after `ids`: the rings of each stage. Compressed rows stay in their pages."""
+
+    number: int
+    ids: array[int]
+    rings: tuple[tuple[dict[int, Ring], dict[int, Ring]], ...]
+
+
+def split_layers(config: ModelConfig, n_stages: int, early_kv_side: bool = False) -> list[StageLayers]:
+    """Contiguous stages of nearly equal length; optionally the last source's key/value side goes one layer early."""
+    text = config.text_config
+    bounds = [text.num_hidden_layers * i // n_stages for i in range(n_stages + 1)]
+    stages = []
+    for first, stop in pairwise(bounds):
+        sides = {layer for layer in text.kv_source_layer_ids if first <= layer < stop}
+        if early_kv_side:
+            last = text.kv_source_layer_ids[-1]
+            sides = (sides - {last}) | ({last} if first <= last - 1 < stop else set())
+        stages.append(StageLayers(tuple(range(first, stop)), frozenset(sides)))
+    return stages
+
+
+class Model:
+    """A loaded model and its open sequences, on the CPU.
+
+    kv_tokens  positions that all sequences together may hold, in whole pages
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        stages: Sequence[StageLayers] | None = None,
+        kv_tokens: int | None = None,
+        page_positions: int = PAGE_POSITIONS,
+        shared_key_slot: bool = False,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        tokens = kv_tokens or config.text_config.max_position_embeddings
+        n_pages = -(-tokens // page_positions)
+        self.stages = [
+            Stage(config, work, weights.layers, n_pages, page_positions, shared_key_slot)
+            for work in stages or split_layers(config, 1)
+        ]
+        self.sequences: dict[int, SequenceHandle] = {}
+        self._numbers = count()
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        engram: EngramHome = "ram",
+        advance: Callable[[int], None] = lambda n_bytes: None,
+        **options: object,
+    ) -> Model:
+        """Open, check and read a checkpoint folder. Raises ConfigError or CheckpointError, before memory is used."""
+        config = ModelConfig.load(folder)
+        with Checkpoint.open(folder, config) as checkpoint:
+            id_map = load_id_map(folder, config.text_config)
+            weights = load_weights(checkpoint, config.text_config, id_map, engram, advance)
+        return cls(config, weights, **options)  # type: ignore[arg-type]
+
+    def open(self) -> SequenceHandle:
+        """A new, empty sequence."""
+        handle = SequenceHandle(next(self._numbers), array("i"))
+        self.sequences[handle.number] = handle
+        for stage in self.stages:
+            stage.open(handle.number)
+        return handle
+
+    def close(self, handle: SequenceHandle) -> None:
+        del self.sequences[handle.number]
+        for stage in self.stages:
+            stage.close(handle.number)
+
+    def prefill(
+        self,
+        handle: SequenceHandle,
+        ids: Sequence[int],
+        *,
+        mode: PrefillMode = "halo",
+        chunk_rows: int = CHUNK_ROWS,
+        all_logits: bool = False,
+        progress: Callable[[int], None] = lambda n_rows: None,
+        record: Recorder = ignore,
+    ) -> list[Logits]:
+        """Append `ids` to the sequence; logits of the last row, or of all new rows (which needs mode "full").
+
+        chunk_rows changes no bit of the answer. progress is called with the rows of each chunk done.
+        """
+        if all_logits and mode != "full":
+            raise ValueError(f"all_logits with mode = {mode!r}: only 'full' runs every row to the end")
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows = {chunk_rows}: must be at least 1")
+        self._check_ids(handle, ids)
+        begin, end = handle.length, handle.length + len(ids)
+        reach = self._reach(mode, end)
+        out = []
+        for start in range(begin, end, chunk_rows):
+            part = ids[start - begin : start - begin + chunk_rows]
+            span = RowSpan(handle.number, start, len(part), RowKind.PREFILL, reach, begin if all_logits else end - 1)
+            logits = self._forward([span], [part], record)
+            if logits.rows:
+                out.append(logits)
+            progress(len(part))
+        return out
+
+    def decode(self, tokens: Sequence[tuple[SequenceHandle, int]], record: Recorder = ignore) -> Logits:
+        """Append one token to each of several sequences; one row of logits each, in that order."""
+        return self.extend([(handle, (token,)) for handle, token in tokens], RowKind.DECODE, record)
+
+    def verify(self, handle: SequenceHandle, ids: Sequence[int]) -> Logits:
+        """Append up to REWIND_ROWS draft tokens in one step; logits of every row."""
+        if len(ids) > REWIND_ROWS:
+            raise PromptError(f"{len(ids)} rows to verify: at most {REWIND_ROWS} can be taken back")
+        return self.extend([(handle, ids)], RowKind.VERIFY)
+
+    def extend(
+        self,
+        tokens: Sequence[tuple[SequenceHandle, Sequence[int]]],
+        kind: RowKind,
+        record: Recorder = ignore,
+    ) -> Logits:
+        """Append rows that run all layers, to several sequences at once; logits of every row."""
+        spans = []
+        for handle, ids in tokens:
+            self._check_ids(handle, ids)
+            reach = self._reach("full", handle.length + len(ids))
+            spans.append(RowSpan(handle.number, handle.length, len(ids), kind, reach, handle.length))
+        return self._forward(spans, [ids for _, ids in tokens], record)
+
+    def truncate(self, handle: SequenceHandle, length: int) -> None:
+        """Go back to the first `length` rows, exactly as if the others had never run.
+
+        Rows of the last verify step are dropped. Farther back, where the rings no longer reach, the last
+        window + (layers - 1)(window - 1) rows run again from their ids against the kept compressed rows.
+        """
+        if not 0 <= length <= handle.length:
+            raise ValueError(f"truncate to {length}: the sequence has {handle.length} rows")
+        exact = all(stage.can_rewind(handle.number, length) for stage in self.stages)
+        for stage in self.stages:
+            stage.truncate(handle.number, length)
+        del handle.ids[length:]
+        if exact:
+            return
+        text = self.config.text_config
+        reach = Reach(length, text.sliding_window, text.num_hidden_layers, first_layer=0)
+        for start in range(reach.floor(0), length, CHUNK_ROWS):
+            n_rows = min(CHUNK_ROWS, length - start)
+            span = RowSpan(handle.number, start, n_rows, RowKind.PREFILL, reach, length, keeps_rows=False)
+            self._run([span], ignore)
+
+    def snapshot(self, handle: SequenceHandle) -> Snapshot:
+        """Everything that appending more rows would overwrite."""
+        rings = tuple(stage.sequences[handle.number].clone_rings() for stage in self.stages)
+        return Snapshot(handle.number, handle.ids[:], rings)
+
+    def restore(self, handle: SequenceHandle, snapshot: Snapshot) -> None:
+        """Back to a snapshot of this sequence, of which the present rows must be a continuation."""
+        length = len(snapshot.ids)
+        if snapshot.number != handle.number or handle.ids[:length] != snapshot.ids:
+            raise ValueError(f"sequence {handle.number} does not continue the snapshot's {length} ids")
+        for stage, (windows, pairs) in zip(self.stages, snapshot.rings, strict=True):
+            stage.truncate(handle.number, length)
+            state = stage.sequences[handle.number]
+            state.windows = {layer: ring.clone() for layer, ring in windows.items()}
+            state.pairs = {layer: ring.clone() for layer, ring in pairs.items()}
+        del handle.ids[length:]
+
+    def _reach(self, mode: PrefillMode, end: int) -> Reach:
+        text = self.config.text_config
+        first = text.kv_source_layer_ids[-1] if mode == "halo" else text.num_hidden_layers + 1
+        return Reach(end, text.sliding_window, text.num_hidden_layers, first)
+
+    def _check_ids(self, handle: SequenceHandle, ids: Sequence[int]) -> None:
+        text = self.config.text_config
+        if not len(ids):
+            raise PromptError("empty prompt: at least one token id is needed")
+        if (end := handle.length + len(ids)) > text.max_position_embeddings:
+            raise PromptError(
+                f"{end} tokens: the model's context is max_position_embeddings = {text.max_position_embeddings}; "
+                "shorten the prompt"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= text.vocab_size:
+            raise PromptError(f"token id {low if low < 0 else high}: must be 0..{text.vocab_size - 1}")
+
+    def _forward(self, spans: Sequence[RowSpan], new_ids: Sequence[Sequence[int]], record: Recorder) -> Logits:
+        for stage in self.stages:
+            stage.reserve(spans)
+        for span, ids in zip(spans, new_ids, strict=True):
+            self.sequences[span.sequence].ids.extend(ids)
+        return self._run(spans, record)
+
+    def _run(self, spans: Sequence[RowSpan], record: Recorder) -> Logits:
+        ids = {number: handle.ids for number, handle in self.sequences.items()}
+        with torch.inference_mode():
+            rows = embed_rows(self.config.text_config, self.weights.embed_bf16, tuple(spans), ids)
+            for stage in self.stages:
+                rows = stage.run(rows, record)
+            return final_logits(self.config.text_config, self.weights.norm_bf16, self.weights.head_bf16, rows, record)

@@ -1,0 +1,47 @@
+"""Cosines and sines for the rows at hand; a compressed layer has its own table (backbone.md section 5.3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.engine.config import TextConfig
+from rocline.hip_kernels.rope import rope_frequencies, rope_table, yarn_frequencies
+
+
+class RopeRows(NamedTuple):
+    """cos_f32, sin_f32 [R, rope_dim/2]."""
+
+    cos_f32: Tensor
+    sin_f32: Tensor
+
+    def last(self, n_rows: int) -> RopeRows:
+        return RopeRows(self.cos_f32[-n_rows:], self.sin_f32[-n_rows:])
+
+    def pick(self, index: Tensor) -> RopeRows:
+        return RopeRows(self.cos_f32[index], self.sin_f32[index])
+
+
+class RopeTables:
+    """The two frequency tables of a model: window-only layers, and everything in compressed layers."""
+
+    def __init__(self, config: TextConfig) -> None:
+        scaling, width = config.rope_scaling, config.qk_rope_head_dim
+        self.plain_f32 = rope_frequencies(config.rope_theta, width)
+        self.compressed_f32 = yarn_frequencies(
+            config.compress_rope_theta,
+            width,
+            scaling.factor,
+            scaling.beta_fast,
+            scaling.beta_slow,
+            scaling.original_max_position_embeddings,
+        )
+
+    def rows(self, positions_i32: Tensor, ratio: int) -> RopeRows:
+        """Rows for positions_i32 [R] in a layer of the given compression ratio."""
+        omega_f32 = self.compressed_f32 if ratio else self.plain_f32
+        out = RopeRows(*(scratch.f32(len(positions_i32), len(omega_f32)) for _ in range(2)))
+        rope_table(positions_i32, omega_f32, *out)
+        return out

@@ -1,0 +1,195 @@
+"""Weights of the layers a stage runs, read from a checkpoint into their places (backbone.md section 12)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocline.engine.checkpoint import TORCH_DTYPE, Checkpoint
+from rocline.engine.config import TextConfig
+from rocline.engine.engram import EngramTable
+from rocline.engine.layers.attention import AttentionWeights
+from rocline.engine.layers.compressor import CompressorWeights
+from rocline.engine.layers.experts import ExpertWeights
+from rocline.engine.layers.indexer import IndexerWeights
+from rocline.engine.layers.streams import EngramWeights, MhcWeights
+from rocline.engine.layout import Component
+from rocline.engine.weight_checks import check_finite, check_quantised
+from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
+
+EngramHome = Literal["ram", "mmap"]
+NOT_LOADED: tuple[Component, ...] = (
+    "gate_vl",
+    "vision",
+    "draft",
+    "unused",
+)  # images and drafts are not served
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. compressor only at key/value sources, indexer only at index sources, engram at its layers."""
+
+    attn_norm_bf16: Tensor
+    ffn_norm_bf16: Tensor
+    hc_attn: MhcWeights
+    hc_ffn: MhcWeights
+    attention: AttentionWeights
+    experts: ExpertWeights
+    compressor: CompressorWeights | None
+    indexer: IndexerWeights | None
+    engram: EngramWeights | None
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """embed_bf16, head_bf16 [V, D], norm_bf16 [D], and the layers by id."""
+
+    embed_bf16: Tensor
+    norm_bf16: Tensor
+    head_bf16: Tensor
+    layers: dict[int, LayerWeights]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: TextConfig,
+    id_map: np.ndarray,
+    engram: EngramHome = "ram",
+    advance: Callable[[int], None] = lambda n_bytes: None,
+) -> ModelWeights:
+    """Read every backbone tensor, check its values, and leave nothing unread but the components not served.
+
+    id_map   compressed id of every token (engram.compressed_id_map)
+    engram   "ram" reads the tables, "mmap" leaves them in the file
+    advance  called with bytes read
+
+    Raises CheckpointError naming a tensor with values that no exact product can come from, or left unread.
+    """
+    mapped = {name for name, t in checkpoint.tensors.items() if engram == "mmap" and _is_table(name, t.spec.component)}
+    names = [
+        name for name, t in checkpoint.tensors.items() if t.spec.component not in NOT_LOADED and name not in mapped
+    ]
+    loaded = _read(checkpoint, config, names, advance)
+    for name in mapped:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            loaded[name] = torch.from_numpy(checkpoint.map_plane(name))  # only ever gathered from
+    _check_values(loaded, skip=mapped)
+    layers = {role.layer: _layer(loaded, config, role.layer, id_map) for role in config.layers}
+    checkpoint.finish(NOT_LOADED)
+    return ModelWeights(loaded["embed.weight"], loaded["norm.weight"], loaded["head.weight"], layers)
+
+
+def _is_table(name: str, component: Component) -> bool:
+    return component == "engram" and ".engram.embed." in name
+
+
+def _read(
+    checkpoint: Checkpoint, config: TextConfig, names: Iterable[str], advance: Callable[[int], None]
+) -> dict[str, Tensor]:
+    """Every named tensor in its own place; an expert's is a slice of one tensor over all experts."""
+    loaded: dict[str, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
+    for name in names:
+        spec = checkpoint.tensors[name].spec
+        dtype = TORCH_DTYPE[spec.dtype]
+        if ".ffn.experts." not in name:
+            loaded[name] = torch.empty(spec.shape, dtype=dtype)
+            continue
+        stack, expert = _stack_of(name)
+        if stack not in stacks:
+            stacks[stack] = torch.empty((config.n_routed_experts, *spec.shape), dtype=dtype)
+        loaded[name] = stacks[stack][expert]
+
+    def deliver(name: str, row_start: int, tensor: Tensor) -> None:
+        loaded[name][row_start : row_start + len(tensor)] = tensor
+
+    checkpoint.read(names, deliver, advance=advance)
+    return loaded | stacks
+
+
+def _stack_of(name: str) -> tuple[str, int]:
+    """layers.3.ffn.experts.7.w1.scale -> (layers.3.ffn.experts.*.w1.scale, 7)."""
+    head, tail = name.split(".ffn.experts.")
+    expert, rest = tail.split(".", 1)
+    return f"{head}.ffn.experts.*.{rest}", int(expert)
+
+
+def _check_values(loaded: dict[str, Tensor], skip: set[str]) -> None:
+    for name, tensor in loaded.items():
+        if name in skip or ".experts.*." in name or name.endswith(".scale"):
+            continue
+        if tensor.dtype != torch.uint8:
+            check_finite(name, tensor)
+        else:
+            scale = name.removesuffix(".weight") + ".scale"
+            check_quantised(name, "e2m1x2" if ".ffn.experts." in name else "e4m3", tensor, loaded[scale])
+
+
+def _layer(loaded: dict[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:
+    role, prefix = config.layers[layer], f"layers.{layer}."
+
+    def get(name: str) -> Tensor:
+        return loaded[prefix + name]
+
+    def fp8(name: str) -> Fp8Weight:
+        return Fp8Weight(get(name + ".weight"), get(name + ".scale"))
+
+    def fp4(name: str) -> Fp4Weight:
+        return Fp4Weight(get(name + ".weight"), get(name + ".scale"))
+
+    def mhc(name: str) -> MhcWeights:
+        return MhcWeights(get(name + "_fn"), get(name + "_scale"), get(name + "_base"))
+
+    compressor = indexer = engram = None
+    if role.owns_rows:
+        compressor = CompressorWeights(
+            get("attn.compressor.wkv.weight"),
+            get("attn.compressor.wgate.weight") if role.ratio == 2 else None,
+            get("attn.compressor.norm.weight"),
+            get("attn.indexer.wk.weight"),
+            get("attn.indexer.k_norm.weight"),
+        )
+    if role.has_indexer:
+        indexer = IndexerWeights(fp8("attn.indexer.wq_b"), get("attn.indexer.weights_proj.weight"))
+    if role.engram is not None:
+        table = EngramTable.build(
+            config.engram_tables[role.engram],
+            get("engram.embed.weight"),
+            get("engram.embed.scale"),
+            id_map,
+            config.engram_pad_token_id,
+        )
+        engram = EngramWeights(fp8("engram.wkv"), get("engram.q_weight"), get("engram.k_weight"), table)
+    return LayerWeights(
+        get("attn_norm.weight"),
+        get("ffn_norm.weight"),
+        mhc("hc_attn"),
+        mhc("hc_ffn"),
+        AttentionWeights(
+            fp8("attn.wq_a"),
+            get("attn.q_norm.weight"),
+            fp8("attn.wq_b"),
+            fp8("attn.wkv"),
+            get("attn.kv_norm.weight"),
+            fp8("attn.wo_a"),
+            fp8("attn.wo_b"),
+            get("attn.attn_sink"),
+        ),
+        ExpertWeights(
+            get("ffn.gate.weight"),
+            get("ffn.gate.bias"),
+            (fp4("ffn.experts.*.w1"), fp4("ffn.experts.*.w3"), fp4("ffn.experts.*.w2")),
+            (fp8("ffn.shared_experts.w1"), fp8("ffn.shared_experts.w3"), fp8("ffn.shared_experts.w2")),
+        ),
+        compressor,
+        indexer,
+        engram,
+    )
