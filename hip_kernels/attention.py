@@ -10,6 +10,7 @@ from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.pages import row_slots
 
 LIST_BLOCK = 64  # slots between two updates of the running maximum
+TILE_ROWS = 16  # a row gathers its whole list, so a tile of 64 would be mostly padding while decoding
 FIRST_MAX = -1e30  # finite, so that a list without entries gives zeros and not NaN
 
 
@@ -100,4 +101,4 @@ def attention(
         return attention_ref(q, kv_bf16, present, sink_f32)
 
     per_row = (q_bf16, window_first_i32, window_count_i32)
-    run_tiles(tile, per_row if selected_i32 is None else (*per_row, selected_i32), (out_bf16,))
+    run_tiles(tile, per_row if selected_i32 is None else (*per_row, selected_i32), (out_bf16,), TILE_ROWS)

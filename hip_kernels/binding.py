@@ -81,29 +81,32 @@ def _one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def run_tiles(tile: Callable[..., object], rows: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Fill `outs` from `tile`, called on zero-padded tiles of exactly TILE_ROWS rows.
+def run_tiles(
+    tile: Callable[..., object], rows: Sequence[Tensor], outs: Sequence[Tensor], tile_rows: int = TILE_ROWS
+) -> None:
+    """Fill `outs` from `tile`, called on zero-padded tiles of exactly tile_rows rows.
 
     rows, outs  [R, ...] tensors with the same R; `tile` takes one slice of each of `rows` and returns
-                one tensor (or a tuple of them) of TILE_ROWS rows for `outs`.
+                one tensor (or a tuple of them) of tile_rows rows for `outs`
+    tile_rows   a constant of the operator
 
     Library GEMMs, sums and even sigmoid give other bits for other row counts, tails and thread
     counts. One shape and one thread make a row's bits its own (design.md section 4).
     """
     _one_thread()
     n_rows = rows[0].shape[0]
-    for start in range(0, n_rows, TILE_ROWS):
-        stop = min(start + TILE_ROWS, n_rows)
-        slices = [pad_rows(x[start:stop]) for x in rows]
+    for start in range(0, n_rows, tile_rows):
+        stop = min(start + tile_rows, n_rows)
+        slices = [pad_rows(x[start:stop], tile_rows) for x in rows]
         results = tile(*slices)
         for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
             out[start:stop].copy_(result[: stop - start])
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """x [n, ...] with zero rows appended up to TILE_ROWS, contiguous."""
-    if x.shape[0] == TILE_ROWS:
+def pad_rows(x: Tensor, n_rows: int) -> Tensor:
+    """x [n, ...] with zero rows appended up to n_rows, contiguous."""
+    if x.shape[0] == n_rows:
         return x.contiguous()
-    padded = x.new_zeros((TILE_ROWS, *x.shape[1:]))
+    padded = x.new_zeros((n_rows, *x.shape[1:]))
     padded[: x.shape[0]].copy_(x)
     return padded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
 from rocline.hip_kernels.rope import rope_ref
@@ -53,8 +53,8 @@ def compressed_row(latent_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u
         },
     )
     row_format = RowFormat("compressed", latent_bf16.shape[1])
-    run_tiles(
+    run_slabs(
         lambda latent, cos, sin: row_format.pack(rope_ref(latent[:, None], cos, sin)[:, 0]),
         (latent_bf16, cos_f32, sin_f32),
-        (rows_u8,),
+        rows_u8,
     )

@@ -142,7 +142,10 @@ class RowFormat:
         return self.code_bytes + self.channels // (16 if self.kind == "compressed" else 32)
 
     def pack(self, x_bf16: Tensor) -> Tensor:
-        """Quantise [..., channels] BF16 into [..., row_bytes] bytes. Idempotent on unpacked rows' values."""
+        """Quantise [..., channels] BF16 into [..., row_bytes] bytes.
+
+        Unpacked values pack to the same values again, except where a compressed row's scale is subnormal.
+        """
         if self.kind == "window":
             codes, scales = act_quant8(x_bf16)
         else:

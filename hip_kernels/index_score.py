@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 
 
@@ -73,12 +73,12 @@ def index_score(
         k_codes, k_scales = row_format.split(page)
         position = torch.arange(start, stop, dtype=torch.int32)
 
-        def tile(q_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+        def slab(q_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
             q_codes, q_scales = row_format.split(q_rows)
             scores = index_score_ref(q_codes, q_scales, k_codes, k_scales, weights)  # noqa: B023 used at once
             return scores.masked_fill(position >= visible[:, None], float("-inf"))  # noqa: B023
 
-        run_tiles(tile, (q_rows_u8, weights_bf16, visible_i32), (scores_f32[:, start:stop],))
+        run_slabs(slab, (q_rows_u8, weights_bf16, visible_i32), scores_f32[:, start:stop])
 
 
 def _format_of(row_bytes: int) -> RowFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.linear import linear_ref
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
@@ -19,7 +19,7 @@ def index_query(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tenso
         {"q_bf16 R H D": q_bf16, "cos_f32 R I": cos_f32, "sin_f32 R I": sin_f32, "rows_u8 R H B": rows_u8},
     )
     row_format = RowFormat("index_key", q_bf16.shape[2])
-    run_tiles(lambda q, cos, sin: row_format.pack(rope_ref(q, cos, sin)), (q_bf16, cos_f32, sin_f32), (rows_u8,))
+    run_slabs(lambda q, cos, sin: row_format.pack(rope_ref(q, cos, sin)), (q_bf16, cos_f32, sin_f32), rows_u8)
 
 
 def index_key(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, run_slabs
 
 
 def top_k_mask(scores_f32: Tensor, k: int) -> Tensor:
@@ -56,10 +56,10 @@ def candidate_blocks(scores_f32: Tensor, visible_i32: Tensor, block_size: int, b
         {"scores_f32 R P": scores_f32, "visible_i32 R": visible_i32, "blocks_i32 R C": blocks_i32},
     )
     n_keep = blocks_i32.shape[1]
-    run_tiles(
+    run_slabs(
         lambda scores, visible: candidate_blocks_ref(scores, visible, block_size, n_keep),
         (scores_f32, visible_i32),
-        (blocks_i32,),
+        blocks_i32,
     )
 
 
@@ -96,10 +96,10 @@ def top_k_list(
     )
     k = selected_i32.shape[1]
 
-    def tile(scores: Tensor, visible: Tensor, *blocks: Tensor) -> Tensor:
+    def slab(scores: Tensor, visible: Tensor, *blocks: Tensor) -> Tensor:
         if blocks:
             scores = restrict_ref(scores, blocks[0], block_size)
         return top_k_list_ref(scores, visible, k)
 
     per_row = (scores_f32, visible_i32)
-    run_tiles(tile, per_row if blocks_i32 is None else (*per_row, blocks_i32), (selected_i32,))
+    run_slabs(slab, per_row if blocks_i32 is None else (*per_row, blocks_i32), selected_i32)
