@@ -1,0 +1,217 @@
+"""A trace against an arena of any size, in the trace's own time; and the smallest slab that serves it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from rocline.arena.arena import Arena
+from rocline.arena.classes import GRANULE_BYTES, align_up
+from rocline.arena.completions import Completion, Stream
+from rocline.arena.spans import ArenaFull, Span
+from rocline.arena.stats import Stats
+from rocline.arena.trace import TraceEvent
+
+PLAN_STEPS = 512  # the plan's resolution: this part of the peak
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where and when a span lay, in trace time. None: still so at the end."""
+
+    offset: int
+    size_bytes: int
+    operator: str
+    taken_ns: int
+    released_ns: int | None = None
+    finished_ns: int | None = None
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """What a trace did to a slab."""
+
+    slab_bytes: int
+    n_takes: int
+    failures: int  # takes that found no room, not even by waiting for pending work
+    first_failure: str  # the arena's words, "" when none failed
+    waits: int  # takes that had to wait; the rest of the trace is later by as much
+    waited_ns: int
+    high_water_bytes: int  # most bytes lent at once
+    peak_used_pending_bytes: int  # most bytes lent or unfinished at once, by the trace alone
+    largest_free_bytes: int  # at the end, all work finished
+    least_largest_free_bytes: int  # the largest free span when it was smallest
+    stats: Stats
+    placements: list[Placement] = field(default_factory=list)
+    largest_free: list[tuple[int, int]] = field(default_factory=list)  # (time_ns, bytes) after each event
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The slab a trace needs."""
+
+    slab_bytes: int  # smallest found that serves every take without waiting
+    peak_used_pending_bytes: int  # the lower bound for an arena that cannot reuse pending spans early
+    peak_used_bytes: int  # the lower bound for any
+    held_bytes: int  # never released in the trace: held for life
+
+    @property
+    def ratio(self) -> float:
+        return self.slab_bytes / self.peak_used_pending_bytes
+
+    @property
+    def ratio_used(self) -> float:
+        return self.slab_bytes / self.peak_used_bytes
+
+
+class _Clock:
+    """Trace time. Completions are moments; waiting moves it to the next one."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.waited_ns = 0
+        self.completed_after_ns: int | None = 0  # of the release in hand
+        self._due_ns: list[int] = []
+
+    def record(self, stream: Stream) -> Completion | None:
+        after_ns = self.completed_after_ns
+        if after_ns is None:
+            return lambda: False
+        if after_ns == 0:
+            return None
+        due_ns = self.now_ns + after_ns
+        heappush(self._due_ns, due_ns)
+        return lambda: self.now_ns >= due_ns
+
+    def pause(self) -> None:
+        while self._due_ns:
+            due_ns = heappop(self._due_ns)
+            if due_ns > self.now_ns:
+                self.waited_ns += due_ns - self.now_ns
+                self.now_ns = due_ns
+                return
+        raise ArenaFull("no room, and the trace never saw the pending work finish")
+
+
+def replay(events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = False) -> ReplayReport:
+    """Run the events, in time order, through an arena of slab_bytes.
+
+    A take with no room counts as a failure and its release is left out. With `picture` the report also
+    holds what report.py draws.
+    """
+    events = sorted(events, key=lambda event: event.time_ns)
+    clock = _Clock()
+    arena = Arena(slab_bytes, clock.record, name="replay", advice="raise --slab-bytes", pause=clock.pause)
+    lent: dict[int, tuple[Span, Placement]] = {}
+    failures, first_failure = 0, ""
+    least_largest = arena.slab_bytes
+    placements: list[Placement] = []
+    largest_free: list[tuple[int, int]] = []
+    held = held_for_life(events)
+    for event in events:
+        clock.now_ns = max(clock.now_ns, event.time_ns + clock.waited_ns)
+        if event.action == "take":
+            try:
+                span = arena.take(event.n_bytes, event.stream, lasting=event.span in held, label=event.operator)
+            except ArenaFull as error:
+                failures += 1
+                first_failure = first_failure or str(error)
+                continue
+            place = Placement(span.offset, span.size_bytes, event.operator, clock.now_ns)
+            lent[event.span] = span, place
+            placements.append(place)
+        elif event.span in lent:
+            span, place = lent.pop(event.span)
+            clock.completed_after_ns = event.completed_after_ns
+            arena.release(span, event.stream)
+            place.released_ns = clock.now_ns
+            if event.completed_after_ns is not None:
+                place.finished_ns = clock.now_ns + event.completed_after_ns
+        largest = arena.largest_free_bytes()
+        least_largest = min(least_largest, largest)
+        if picture:
+            largest_free.append((clock.now_ns, largest))
+    stats = arena.stats()
+    clock.now_ns = max((place.finished_ns or 0 for place in placements), default=0)
+    arena.poll()
+    arena.trim()
+    return ReplayReport(
+        slab_bytes=arena.slab_bytes,
+        n_takes=sum(event.action == "take" for event in events),
+        failures=failures,
+        first_failure=first_failure,
+        waits=stats.waits,
+        waited_ns=clock.waited_ns,
+        high_water_bytes=stats.high_water_bytes,
+        peak_used_pending_bytes=peaks(events)[1],
+        largest_free_bytes=arena.largest_free_bytes(),
+        least_largest_free_bytes=least_largest,
+        stats=stats,
+        placements=placements if picture else [],
+        largest_free=largest_free,
+    )
+
+
+def held_for_life(events: Iterable[TraceEvent]) -> dict[int, int]:
+    """Spans that the trace takes and never releases: span -> bytes, rounded to the granule."""
+    held: dict[int, int] = {}
+    for event in events:
+        if event.action == "take":
+            held[event.span] = align_up(event.n_bytes)
+        else:
+            held.pop(event.span, None)
+    return held
+
+
+def peaks(events: Iterable[TraceEvent]) -> tuple[int, int]:
+    """(most bytes used, most bytes used or pending) at once, rounded to granules, placed perfectly."""
+    used_steps: list[tuple[int, int, int]] = []  # time, order among equals, bytes
+    both_steps: list[tuple[int, int, int]] = []
+    order = count()
+    for event in events:
+        size_bytes = align_up(event.n_bytes)
+        if event.action == "take":
+            used_steps.append((event.time_ns, next(order), size_bytes))
+            both_steps.append(used_steps[-1])
+        else:
+            used_steps.append((event.time_ns, next(order), -size_bytes))
+            if event.completed_after_ns is not None:
+                both_steps.append((event.time_ns + event.completed_after_ns, next(order), -size_bytes))
+    return _peak(used_steps), _peak(both_steps)
+
+
+def _peak(steps: list[tuple[int, int, int]]) -> int:
+    peak = now = 0
+    for _, _, step_bytes in sorted(steps):
+        now += step_bytes
+        peak = max(peak, now)
+    return peak
+
+
+def plan(events: Sequence[TraceEvent]) -> Plan:
+    """The smallest slab, in steps of 1/PLAN_STEPS of the peak, that serves the trace without a wait.
+
+    Every size it answers has been replayed. It gallops up from the peak and then tries every step after
+    the last size that failed, since a larger slab need not serve what a smaller one does.
+
+    Raises ValueError for a trace without takes.
+    """
+    used_bytes, both_bytes = peaks(events)
+    if not used_bytes:
+        raise ValueError("plan: the trace takes nothing; record one that does")
+    step_bytes = max(GRANULE_BYTES, align_up(used_bytes // PLAN_STEPS))
+
+    def serves(n_steps: int) -> bool:
+        report = replay(events, used_bytes + n_steps * step_bytes)
+        return not report.failures and not report.waits
+
+    failed, served = -1, 0
+    while not serves(served):
+        failed, served = served, max(1, 2 * served)
+    n_steps = next(n for n in range(failed + 1, served + 1) if n == served or serves(n))
+    return Plan(
+        slab_bytes=used_bytes + n_steps * step_bytes,
+        peak_used_pending_bytes=both_bytes,
+        peak_used_bytes=used_bytes,
+        held_bytes=sum(held_for_life(events).values()),
+    )
