@@ -5,7 +5,9 @@ size, prefill mode, stages, pages, company, kept rows or verification length.
 """
 
 import hashlib
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import torch
 from rocline.engine.handoff import RowKind
 from rocline.engine.model import Model, split_layers
 from rocline.engine.sequence import REWIND_ROWS
+from rocline.tools import demo_tokenizer
+from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 PAGE = 64  # small pages, so that prompts of a few hundred tokens cross several
 FOLLOW = 5
@@ -117,6 +121,39 @@ def test_deeper_models_truncate_exactly(deeper, rng):
     got = hashlib.sha256(b"".join(follow(deeper, handle, [11, 12]))).hexdigest()
     deeper.close(handle)
     assert got == tail_hash(deeper, ids[:101], [11, 12])
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo checkpoint: 40 layers with the release's roles, 512 candidate positions."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo_checkpoint(folder, seed=0)
+    return Model.load(folder, kv_tokens=16_384)
+
+
+def demo_text(tokenizer, n_tokens) -> list[int]:
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
+    return tokenizer.encode(text).ids[:n_tokens]
+
+
+def test_the_demo_keeps_the_contract_on_real_text(demo, rng):
+    """Greedy ids and logits over chunk sizes, modes and stages, past the candidate capacity, an odd length."""
+    ids = demo_text(demo_tokenizer.load(), 701)
+
+    def greedy(model, **options):
+        handle, digest, out = model.open(), hashlib.sha256(), []
+        logits = model.prefill(handle, ids, **options)[-1].logits_f32
+        for _ in range(3):
+            digest.update(bits(logits))
+            out.append(int(logits[0].argmax()))
+            logits = model.decode([(handle, out[-1])]).logits_f32
+        model.close(handle)
+        return out, digest.hexdigest()
+
+    want = greedy(demo, mode="full", chunk_rows=len(ids))
+    assert greedy(demo, chunk_rows=500) == want
+    assert greedy(demo, chunk_rows=int(rng.integers(60, 200))) == want
+    assert greedy(Model(demo.config, demo.weights, split_layers(demo.config, 8, early_kv_side=True))) == want
 
 
 def test_a_chunk_of_one_row(model, rng):
