@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.engine.scratch import Lease
+from rocline.hip_kernels.rows import copy_rows, gather_rows
 
 
 class RowKind(Enum):
@@ -94,6 +99,7 @@ class HandOff:
     selected_i32   [R, K] list of the latest index source, ascending, -1 at the end; None before the first
     blocks_i32     [R, C] candidate blocks kept by the producer, ascending, -1 at the end; None before it
     fresh          compressed rows and index keys made since the sequence's last hand-off
+    lease          what the tensors above lie in, once the stage that made them has ended; None inside a stage
     """
 
     spans: tuple[RowSpan, ...]
@@ -104,10 +110,45 @@ class HandOff:
     selected_i32: Tensor | None = None
     blocks_i32: Tensor | None = None
     fresh: tuple[FreshRows, ...] = ()
+    lease: Lease | None = None
 
     @property
     def n_rows(self) -> int:
         return len(self.positions_i32)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that must travel with the rows."""
+        per_row = (self.positions_i32, self.lookback_i32, self.streams_bf16, self.pre_f32)
+        maybe = [t for t in (self.selected_i32, self.blocks_i32) if t is not None]
+        return [*per_row, *maybe, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
+
+    def copied(self) -> HandOff:
+        """The same rows in the memory that this thread uses: what a transport to another stage amounts to."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            out = scratch.like(tensor, len(tensor))
+            copy_rows(tensor, out)
+            return out
+
+        fresh = tuple(replace(f, rows_u8=copy(f.rows_u8), keys_u8=copy(f.keys_u8)) for f in self.fresh)
+        return replace(self._per_row(copy), fresh=fresh, lease=None)
+
+    def release(self) -> None:
+        """Give back the memory of a hand-off whose receiver has its copy."""
+        if self.lease:
+            self.lease.release()
+
+    def _per_row(self, change: Callable[[Tensor], Tensor]) -> HandOff:
+        """Every tensor that has the rows as its first axis, changed in the same way."""
+        return replace(
+            self,
+            positions_i32=change(self.positions_i32),
+            lookback_i32=change(self.lookback_i32),
+            streams_bf16=change(self.streams_bf16),
+            pre_f32=change(self.pre_f32),
+            selected_i32=None if self.selected_i32 is None else change(self.selected_i32),
+            blocks_i32=None if self.blocks_i32 is None else change(self.blocks_i32),
+        )
 
     def slices(self) -> list[tuple[RowSpan, slice]]:
         """Each span with its place among the rows."""
@@ -131,13 +172,12 @@ class HandOff:
         index = self.tail_index(floors)
         if index is None:
             return self
-        return replace(
-            self,
-            spans=tuple(span.from_position(floor) for span, floor in zip(self.spans, floors, strict=True)),
-            positions_i32=self.positions_i32[index],
-            lookback_i32=self.lookback_i32[index],
-            streams_bf16=self.streams_bf16[index],
-            pre_f32=self.pre_f32[index],
-            selected_i32=None if self.selected_i32 is None else self.selected_i32[index],
-            blocks_i32=None if self.blocks_i32 is None else self.blocks_i32[index],
-        )
+        spans = tuple(span.from_position(floor) for span, floor in zip(self.spans, floors, strict=True))
+        return replace(self._per_row(lambda tensor: gathered(tensor, index)), spans=spans)
+
+
+def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:
+    """rows [R, ...] at index_i64 [n], in this thread's memory."""
+    out = scratch.like(rows, len(index_i64))
+    gather_rows(rows, index_i64, out)
+    return out

@@ -22,7 +22,7 @@ from rocline.engine.layers.head import Logits, embed_rows, final_logits
 from rocline.engine.pages import PAGE_POSITIONS
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.sequence import REWIND_ROWS, Ring
-from rocline.engine.stage import Stage, StageLayers
+from rocline.engine.stage import ARENA_BYTES, Stage, StageLayers
 from rocline.engine.weights import EngramHome, ModelWeights, load_weights
 
 PrefillMode = Literal["halo", "full"]
@@ -71,7 +71,8 @@ def split_layers(config: ModelConfig, n_stages: int, early_kv_side: bool = False
 class Model:
     """A loaded model and its open sequences, on the CPU.
 
-    kv_tokens  positions that all sequences together may hold, in whole pages
+    kv_tokens    positions that all sequences together may hold, in whole pages
+    arena_bytes  of each stage; poison and shared_key_slot as in Stage
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Model:
         stages: Sequence[StageLayers] | None = None,
         kv_tokens: int | None = None,
         page_positions: int = PAGE_POSITIONS,
+        arena_bytes: int = ARENA_BYTES,
+        poison: bool = False,
         shared_key_slot: bool = False,
     ) -> None:
         self.config = config
@@ -88,7 +91,7 @@ class Model:
         tokens = kv_tokens or config.text_config.max_position_embeddings
         n_pages = -(-tokens // page_positions)
         self.stages = [
-            Stage(config, work, weights.layers, n_pages, page_positions, shared_key_slot)
+            Stage(config, work, weights.layers, n_pages, page_positions, arena_bytes, poison, shared_key_slot)
             for work in stages or split_layers(config, 1)
         ]
         self.sequences: dict[int, SequenceHandle] = {}
@@ -247,5 +250,9 @@ class Model:
         with torch.inference_mode():
             rows = embed_rows(self.config.text_config, self.weights.embed_bf16, tuple(spans), ids)
             for stage in self.stages:
-                rows = stage.run(rows, record)
-            return final_logits(self.config.text_config, self.weights.norm_bf16, self.weights.head_bf16, rows, record)
+                sent, rows = rows, stage.run(rows, record)
+                sent.release()
+            text = self.config.text_config
+            logits = final_logits(text, self.weights.norm_bf16, self.weights.head_bf16, rows, record)
+            rows.release()
+        return logits

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
+from rocline.engine.handoff import gathered
 from rocline.hip_kernels.rope import rope_frequencies, rope_table, yarn_frequencies
 
 
@@ -21,7 +22,7 @@ class RopeRows(NamedTuple):
         return RopeRows(self.cos_f32[-n_rows:], self.sin_f32[-n_rows:])
 
     def pick(self, index: Tensor) -> RopeRows:
-        return RopeRows(self.cos_f32[index], self.sin_f32[index])
+        return RopeRows(gathered(self.cos_f32, index), gathered(self.sin_f32, index))
 
 
 class RopeTables:

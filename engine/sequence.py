@@ -24,7 +24,7 @@ class Ring:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), a copy. Raises RuntimeError when they are not held: reading on would be silent noise."""
-        if not self.first <= start <= stop <= self.end:
+        if start != stop and not self.first <= start < stop <= self.end:
             raise RuntimeError(f"ring holds positions {self.first}..{self.end}, asked for {start}..{stop}")
         return self.data[torch.arange(start, stop) % len(self.data)]
 

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan
+from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, gathered
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.pages import PAGE_POSITIONS, PagePool
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.rope_rows import RopeRows, RopeTables
+from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import Ring, SequenceState
 from rocline.engine.weights import LayerWeights
 from rocline.hip_kernels.formats import RowFormat
+
+ARENA_BYTES = 1 << 30  # of address space; a host page is committed when it is first written
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class StageLayers:
 class Stage:
     """Layers with their weights, pages and per-sequence state.
 
+    arena_bytes      slab for the stage's temporaries and hand-offs
+    poison           fill them with NaN before use and after (tests)
     shared_key_slot  reproduce the reference's decode defect (backbone.md section 7): index sources score
                      whatever keys were written last. Only for comparing with its recorded data.
     """
@@ -49,6 +54,8 @@ class Stage:
         weights: dict[int, LayerWeights],
         n_pages: int,
         page_positions: int = PAGE_POSITIONS,
+        arena_bytes: int = ARENA_BYTES,
+        poison: bool = False,
         shared_key_slot: bool = False,
     ) -> None:
         self.config = config.text_config
@@ -63,6 +70,8 @@ class Stage:
         roles = [self.config.layers[layer] for layer in work.layers]
         self.sources = {role.kv_source for role in roles if role.kv_source is not None} | work.kv_sides
         self.pool = PagePool(self.config, self.sources, n_pages, page_positions)
+        first, last = min(work.steps), max(work.steps)
+        self.memory = StageMemory(arena_bytes, name=f"arena of layers {first}..{last}", poison=poison)
         self._shared_key_slot = shared_key_slot
         self._last_keys: int | None = None
 
@@ -101,13 +110,29 @@ class Stage:
             self.pool.grow([(self.sequences[span.sequence].page_table, span.end) for span in spans])
 
     def run(self, rows: HandOff, record: Recorder = ignore) -> HandOff:
-        """Run the stage's layers over rows whose pages are reserved."""
-        for fresh in rows.fresh:
-            if fresh.source in self.sources and fresh.source not in self.work.kv_sides:
-                self._store(fresh)
-        for layer in self.work.steps:
-            rows = self._run_layer(layer, rows, record)
-        return rows
+        """Run the stage's layers over rows whose pages are reserved.
+
+        The input is copied first and may be released; the result lies in this stage's memory until its
+        lease is released. Raises ArenaFull when the chunk does not fit.
+        """
+        with scratch.use(self.memory), self.memory.scope():
+            rows = rows.copied()
+            for fresh in rows.fresh:
+                if fresh.source in self.sources and fresh.source not in self.work.kv_sides:
+                    self._store(fresh)
+            for layer in self.work.steps:
+                rows = self._step(layer, rows, record)
+            return replace(rows, lease=self.memory.lease(rows.tensors()))
+
+    def _step(self, layer: int, rows: HandOff, record: Recorder) -> HandOff:
+        """One layer; of its temporaries only the new hand-off stays, and of the old one what that still refers to."""
+        with self.memory.scope():
+            new = self._run_layer(layer, rows, record)
+            before = {tensor.data_ptr() for tensor in rows.tensors()}
+            self.memory.keep(tensor for tensor in new.tensors() if tensor.data_ptr() not in before)
+        after = {tensor.data_ptr() for tensor in new.tensors()}
+        self.memory.free(tensor for tensor in rows.tensors() if tensor.data_ptr() not in after)
+        return new
 
     def _store(self, fresh: FreshRows) -> None:
         table = self.sequences[fresh.sequence].page_table
@@ -146,16 +171,16 @@ class Stage:
         config = self.config
         u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
         if role.ratio == 2:
-            per_row = compressor.pair_rows(weights.compressor, u_bf16)
+            planes_f32 = compressor.pair_rows(weights.compressor, u_bf16)
         else:
-            per_row = compressor.single_latent(config, weights.compressor, u_bf16)
+            latents_bf16 = compressor.single_latent(config, weights.compressor, u_bf16)
         fresh = []
         for span, place in rows.slices():
             if role.ratio == 2:
                 ring = self.sequences[span.sequence].pairs[role.layer]
-                latent = compressor.pooled_latent(config, weights.compressor, ring, span, per_row[place])
+                latent = compressor.pooled_latent(config, weights.compressor, ring, span, planes_f32[:, place])
             else:
-                latent = per_row[place]
+                latent = latents_bf16[place]
             if span.keeps_rows and len(latent):
                 made = compressor.fresh_rows(config, weights.compressor, role, self._tables, span, latent, record)
                 self._store(made)
@@ -176,7 +201,7 @@ class Stage:
         floors = [span.reach.enters(layer + 1) for span in rows.spans]
         places, kept = rows.slices(), rows.tail_index(floors)
         if kept is not None:
-            rows, u_bf16, turn = rows.from_floors(floors), u_bf16[kept], turn.pick(kept)
+            rows, u_bf16, turn = rows.from_floors(floors), gathered(u_bf16, kept), turn.pick(kept)
         qr_bf16 = attention.low_rank_query(config, w, u_bf16)
         q_bf16 = attention.rotated_query(config, w, qr_bf16, turn)
         if role.has_indexer:

@@ -46,7 +46,7 @@ def attention_ref(q_bf16: Tensor, kv_bf16: Tensor, present_bool: Tensor, sink_f3
 
 def attention(
     q_bf16: Tensor,
-    window_bf16: Tensor,
+    window_u8: Tensor,
     window_first_i32: Tensor,
     window_count_i32: Tensor,
     window: int,
@@ -59,8 +59,8 @@ def attention(
     """Fill out_bf16 [R, H, D]: rows of one sequence over their window and selected compressed rows.
 
     q_bf16            [R, H, D] rotated queries
-    window_bf16       [W, D] window keys in ascending position
-    window_first_i32  [R] index into window_bf16 of the row's first window entry
+    window_u8         [W, bytes] packed window rows in ascending position
+    window_first_i32  [R] index into window_u8 of the row's first window entry
     window_count_i32  [R] entries from there, 1..window; the other slots of the window are absent
     rows_u8           [pages, rows, bytes] compressed rows, page_table_i32 [n_pages] of this sequence
     selected_i32      [R, K] compressed row indices ascending, -1 at the end; all three None without compression
@@ -73,7 +73,7 @@ def attention(
         "R",
         {
             "q_bf16 R H D": q_bf16,
-            "window_bf16 W D": window_bf16,
+            "window_u8 W B": window_u8,
             "window_first_i32 R": window_first_i32,
             "window_count_i32 R": window_count_i32,
             "sink_f32 H": sink_f32,
@@ -84,6 +84,7 @@ def attention(
     n_selected = 0 if selected_i32 is None else selected_i32.shape[1]
     n_slots = -(-(window + n_selected) // LIST_BLOCK) * LIST_BLOCK
     slot = torch.arange(window, dtype=torch.int32)
+    window_bf16 = RowFormat("window", width).unpack(window_u8)  # once: neighbouring rows share their windows
     row_format = RowFormat("compressed", width)
 
     def tile(q: Tensor, first: Tensor, count: Tensor, *selected: Tensor) -> Tensor:

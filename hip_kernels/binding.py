@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -64,12 +66,27 @@ def bind_dims(op: str, wanted: str, tensors: Mapping[str, Tensor]) -> tuple[int,
     return tuple(sizes[letter] for letter in wanted.split())
 
 
+_shapes_only = threading.local()
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """In this thread operators check their arguments and compute nothing: what is asked of memory stays the same."""
+    _shapes_only.on = True
+    try:
+        yield
+    finally:
+        _shapes_only.on = False
+
+
 def run_slabs(slab: Callable[..., Tensor], rows: Sequence[Tensor], out: Tensor) -> None:
     """Fill out [R, ...] from `slab`, called on up to SLAB_ROWS rows of `rows` at a time, not padded.
 
     Only for operators whose every step is exact or rounds each element by itself (IEEE add, multiply,
     divide): their bits cannot depend on how many rows run together.
     """
+    if getattr(_shapes_only, "on", False):
+        return
     _one_thread()
     for start in range(0, rows[0].shape[0], SLAB_ROWS):
         part = slice(start, start + SLAB_ROWS)
@@ -93,6 +110,8 @@ def run_tiles(
     Library GEMMs, sums and even sigmoid give other bits for other row counts, tails and thread
     counts. One shape and one thread make a row's bits its own (design.md section 4).
     """
+    if getattr(_shapes_only, "on", False):
+        return
     _one_thread()
     n_rows = rows[0].shape[0]
     for start in range(0, n_rows, tile_rows):

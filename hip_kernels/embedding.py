@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims
+from rocline.hip_kernels.binding import bind_dims, run_slabs
 
 
 def embedding(ids_i32: Tensor, table_bf16: Tensor, streams_bf16: Tensor) -> None:
@@ -14,4 +14,4 @@ def embedding(ids_i32: Tensor, table_bf16: Tensor, streams_bf16: Tensor) -> None
         "R",
         {"ids_i32 R": ids_i32, "table_bf16 V D": table_bf16, "streams_bf16 R N D": streams_bf16},
     )
-    streams_bf16.copy_(table_bf16[ids_i32.long()][:, None])
+    run_slabs(lambda ids: table_bf16[ids.long()][:, None], (ids_i32,), streams_bf16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
 from rocline.hip_kernels.formats import e4m3_decode, e8m0_decode
 
 GATE_FLOOR = 1e-6
@@ -25,9 +25,9 @@ def engram_hash(
     multipliers_i64  [N]; primes_i64, offsets_i64 [C]
     pad              compressed id that stands for a blocked lookback: everything from the first -1 on
     """
-    _, n_lookback, n_columns = bind_dims(
+    bind_dims(
         "engram_hash",
-        "R N C",
+        "R",
         {
             "lookback_i64 R N": lookback_i64,
             "multipliers_i64 N": multipliers_i64,
@@ -36,14 +36,25 @@ def engram_hash(
             "rows_i64 R C": rows_i64,
         },
     )
+    run_slabs(
+        lambda lookback: engram_hash_ref(lookback, multipliers_i64, primes_i64, offsets_i64, pad),
+        (lookback_i64,),
+        rows_i64,
+    )
+
+
+def engram_hash_ref(
+    lookback_i64: Tensor, multipliers_i64: Tensor, primes_i64: Tensor, offsets_i64: Tensor, pad: int
+) -> Tensor:
+    """rows [R, C] int64; see engram_hash for the shapes."""
     blocked = (lookback_i64 < 0).cummax(1).values
     terms = lookback_i64.masked_fill(blocked, pad) * multipliers_i64  # below 2^63 by the multipliers' bound
-    n_heads = n_columns // (n_lookback - 1)
-    mixed = terms[:, 0]
-    for size in range(2, n_lookback + 1):
-        mixed = mixed ^ terms[:, size - 1]
-        columns = slice((size - 2) * n_heads, (size - 1) * n_heads)
-        rows_i64[:, columns] = mixed[:, None] % primes_i64[columns] + offsets_i64[columns]
+    by_size = (columns.unflatten(0, (len(multipliers_i64) - 1, -1)) for columns in (primes_i64, offsets_i64))
+    mixed, rows = terms[:, 0], []
+    for term, primes, offsets in zip(terms.T[1:], *by_size, strict=True):
+        mixed = mixed ^ term
+        rows.append(mixed[:, None] % primes + offsets)
+    return torch.cat(rows, dim=1)
 
 
 def engram_gather(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
@@ -61,8 +72,13 @@ def engram_gather(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor, out
             "out_bf16 R W": out_bf16,
         },
     )
+    run_slabs(lambda rows: engram_gather_ref(rows, codes_e4m3, scales_e8m0), (rows_i64,), out_bf16)
+
+
+def engram_gather_ref(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor) -> Tensor:
+    """[R, C * d] FP32, exact in BF16; see engram_gather for the shapes."""
     codes_f32 = e4m3_decode(codes_e4m3[rows_i64]).unflatten(-1, (scales_e8m0.shape[1], -1))
-    out_bf16.copy_((codes_f32 * e8m0_decode(scales_e8m0[rows_i64]).unsqueeze(-1)).flatten(1))
+    return (codes_f32 * e8m0_decode(scales_e8m0[rows_i64]).unsqueeze(-1)).flatten(1)
 
 
 def engram_gate_ref(

@@ -70,12 +70,10 @@ def index_score(
     for start in range(0, n_positions, rows_per_page):
         stop = min(start + rows_per_page, n_positions)
         page = keys_u8[int(page_table_i32[start // rows_per_page]), : stop - start]
-        k_codes, k_scales = row_format.split(page)
         position = torch.arange(start, stop, dtype=torch.int32)
 
         def slab(q_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-            q_codes, q_scales = row_format.split(q_rows)
-            scores = index_score_ref(q_codes, q_scales, k_codes, k_scales, weights)  # noqa: B023 used at once
+            scores = index_score_ref(*row_format.split(q_rows), *row_format.split(page), weights)  # noqa: B023 used at once
             return scores.masked_fill(position >= visible[:, None], float("-inf"))  # noqa: B023
 
         run_slabs(slab, (q_rows_u8, weights_bf16, visible_i32), scores_f32[:, start:stop])

@@ -89,16 +89,17 @@ def attend(
         return
     window = config.sliding_window
     oldest = max(0, span.end - len(q_bf16) - window + 1)
-    held = ring.read(oldest, span.start) if oldest < span.start else fresh_u8[:0]
-    window_bf16 = RowFormat("window", config.head_dim).unpack(torch.cat((held, fresh_u8)))
     base = min(oldest, span.start)
+    window_u8 = scratch.like(fresh_u8, span.end - base)
+    window_u8[: span.start - base] = ring.read(base, span.start)
+    window_u8[span.start - base :] = fresh_u8
     ring.append(span.start, fresh_u8)
 
     positions = torch.arange(span.end - len(q_bf16), span.end, dtype=torch.int32)
     first = (positions - window + 1).clamp_min(0)
     attention(
         q_bf16,
-        window_bf16,
+        window_u8,
         first - base,
         positions - first + 1,
         window,

@@ -32,29 +32,29 @@ class CompressorWeights:
 
 
 def pair_rows(weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
-    """[R, 2, hd] FP32: value and gate of each token of a ratio-2 source, u_bf16 [R, D]."""
+    """[2, R, hd] FP32: values, then gates, of the tokens u_bf16 [R, D] of a ratio-2 source."""
     assert weights.wgate_bf16 is not None
-    width = len(weights.wkv_bf16)
-    value_f32, gate_f32 = scratch.f32(len(u_bf16), width), scratch.f32(len(u_bf16), width)
-    f32_linear(u_bf16, weights.wkv_bf16, value_f32)
-    f32_linear(u_bf16, weights.wgate_bf16, gate_f32)
-    return torch.stack((value_f32, gate_f32), dim=1)
+    planes_f32 = scratch.f32(2, len(u_bf16), len(weights.wkv_bf16))
+    f32_linear(u_bf16, weights.wkv_bf16, planes_f32[0])
+    f32_linear(u_bf16, weights.wgate_bf16, planes_f32[1])
+    return planes_f32
 
 
 def pooled_latent(
-    config: TextConfig, weights: CompressorWeights, ring: Ring, span: RowSpan, rows_f32: Tensor
+    config: TextConfig, weights: CompressorWeights, ring: Ring, span: RowSpan, planes_f32: Tensor
 ) -> Tensor:
-    """[J, hd] BF16 latents of the pairs that the span closes; its rows [n_rows, 2, hd] go into the ring."""
-    if not span.keeps_rows or not span.n_rows:
-        if span.n_rows:
-            ring.append(span.start, rows_f32)
-        return scratch.bf16(0, rows_f32.shape[2])
-    held = ring.read(span.start - span.start % 2, span.start)
-    ring.append(span.start, rows_f32)
-    rows_f32 = torch.cat((held, rows_f32))
-    pairs_f32 = rows_f32[: len(rows_f32) // 2 * 2].unflatten(0, (-1, 2))  # [J, token, value|gate, hd]
-    latent_bf16 = scratch.bf16(len(pairs_f32), rows_f32.shape[2])
-    pool_pairs(pairs_f32[:, :, 0], pairs_f32[:, :, 1], weights.norm_bf16, config.rms_norm_eps, latent_bf16)
+    """[J, hd] BF16 latents of the pairs that the span closes; its tokens [2, n_rows, hd] go into the ring."""
+    _, n_rows, width = planes_f32.shape
+    n_held = span.start % 2 if span.keeps_rows else 0
+    tokens_f32 = scratch.f32(2, n_held + n_rows, width)
+    tokens_f32[:, :n_held] = ring.read(span.start - n_held, span.start).transpose(0, 1)
+    tokens_f32[:, n_held:] = planes_f32
+    if n_rows:
+        ring.append(span.start, planes_f32.transpose(0, 1))
+    n_pairs = (n_held + n_rows) // 2 if span.keeps_rows else 0
+    values_f32, gates_f32 = tokens_f32[:, : 2 * n_pairs].unflatten(1, (n_pairs, 2))
+    latent_bf16 = scratch.bf16(n_pairs, width)
+    pool_pairs(values_f32, gates_f32, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
     return latent_bf16
 
 

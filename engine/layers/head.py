@@ -29,7 +29,10 @@ class Logits:
 def embed_rows(
     config: TextConfig, table_bf16: Tensor, spans: tuple[RowSpan, ...], ids: Mapping[int, Sequence[int]]
 ) -> HandOff:
-    """The first hand-off of the spans' rows. ids: each sequence's token ids, at least up to its span's end."""
+    """The first hand-off of the spans' rows, in plain host memory.
+
+    ids: each sequence's token ids, at least up to its span's end.
+    """
     n_back = config.engram_max_ngram_size
     lookback = []
     for span in spans:

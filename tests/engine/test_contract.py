@@ -26,17 +26,17 @@ FOLLOW = 5
 @pytest.fixture(scope="module")
 def model(data_folder):
     """`micro`, on which everything is tried."""
-    return Model.load(data_folder / "micro" / "model", kv_tokens=8192, page_positions=PAGE)
+    return Model.load(data_folder / "micro" / "model", kv_tokens=8192, page_positions=PAGE, poison=True)
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny40"])
 def deeper(request, golden_or_skip):
     """More layers and other roles: what is most likely to depend on them is tried here too."""
-    return Model.load(golden_or_skip(request.param) / "model", kv_tokens=8192, page_positions=PAGE)
+    return Model.load(golden_or_skip(request.param) / "model", kv_tokens=8192, page_positions=PAGE, poison=True)
 
 
 def again(model, **options) -> Model:
-    return Model(model.config, model.weights, kv_tokens=8192, page_positions=PAGE, **options)
+    return Model(model.config, model.weights, kv_tokens=8192, page_positions=PAGE, poison=True, **options)
 
 
 def prompt(rng, model, n_rows) -> list[int]:
@@ -128,7 +128,7 @@ def demo(tmp_path_factory):
     """The demo checkpoint: 40 layers with the release's roles, 512 candidate positions."""
     folder = tmp_path_factory.mktemp("demo")
     write_demo_checkpoint(folder, seed=0)
-    return Model.load(folder, kv_tokens=16_384)
+    return Model.load(folder, kv_tokens=16_384, poison=True)
 
 
 def demo_text(tokenizer, n_tokens) -> list[int]:

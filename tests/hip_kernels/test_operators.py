@@ -48,7 +48,9 @@ def naive_attention(q, entries, sink):
 @pytest.mark.parametrize(("window", "n_selected"), [(24, 48), (64, 64), (16, 0), (63, 2)])
 def test_attention_lists_window_first_absent_slots_counted(rng, window, n_selected):
     n_rows, n_heads, width = 5, 3, 64
-    q, window_kv, sink = bf16(rng, n_rows, n_heads, width), bf16(rng, 80, width), torch.randn(n_heads)
+    q, sink = bf16(rng, n_rows, n_heads, width), torch.from_numpy(rng.standard_normal(n_heads)).float()
+    window_u8 = RowFormat("window", width).pack(bf16(rng, 80, width))
+    window_kv = RowFormat("window", width).unpack(window_u8)
     pages = RowFormat("compressed", width).pack(bf16(rng, 4, 32, width))
     table = torch.tensor([3, 1, 0], dtype=torch.int32)
     count = torch.from_numpy(rng.integers(1, window + 1, n_rows)).int()
@@ -61,7 +63,7 @@ def test_attention_lists_window_first_absent_slots_counted(rng, window, n_select
             picks[row, :n] = np.sort(rng.permutation(96)[:n])
         selected = torch.from_numpy(picks).int()
     out = torch.full((n_rows, n_heads, width), float("nan")).bfloat16()
-    attention(q, window_kv, first, count, window, pages, table, selected, sink, out)
+    attention(q, window_u8, first, count, window, pages, table, selected, sink, out)
     rows = RowFormat("compressed", width).unpack(pages)
     for row in range(n_rows):
         entries = [window_kv[int(first[row]) + i].double().numpy() for i in range(int(count[row]))]

@@ -131,7 +131,8 @@ def case(name, rng):
             fill(lambda x, out: grouped_projection(x, weight, 2, out), (96, "bf16")),
         )
     if name == "attention":
-        window_kv, pages = bf16(rng, 90, 64), RowFormat("compressed", 64).pack(bf16(rng, 5, 8, 64))
+        window_kv = RowFormat("window", 64).pack(bf16(rng, 90, 64))
+        pages = RowFormat("compressed", 64).pack(bf16(rng, 5, 8, 64))
         table, sink = torch.tensor([3, 0, 4, 1], dtype=torch.int32), f32(rng, 4)
 
         def rows(r):
