@@ -391,7 +391,7 @@ class ModelConfig:
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; --model names a folder with config.json") from error
+            raise ConfigError(f"{path}: {error.strerror}; name a folder that holds a model") from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
