@@ -6,9 +6,13 @@ from torch import Tensor
 
 from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
 from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.kernel import Kernel, launch
 from rocline.hip_kernels.linear import linear_ref
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
 from rocline.hip_kernels.rope import rope_ref
+
+WAVES = 8  # vectors a workgroup
+_QUERY = Kernel("index_vectors.hip", "index_query", "PPPPii", threads=32 * WAVES)
 
 
 def index_query(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:
@@ -20,6 +24,18 @@ def index_query(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tenso
     )
     row_format = RowFormat("index_key", q_bf16.shape[2])
     run_slabs(lambda q, cos, sin: row_format.pack(rope_ref(q, cos, sin)), (q_bf16, cos_f32, sin_f32), rows_u8)
+
+
+def index_query_hip(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:
+    """index_query on the current stream, the same bytes, for 128 channels of which 64 rotate. Keys are H = 1."""
+    n_rows, n_heads = bind_dims(
+        "index_query",
+        "R H",
+        {"q_bf16 R H 128": q_bf16, "cos_f32 R 32": cos_f32, "sin_f32 R 32": sin_f32, "rows_u8 R H 68": rows_u8},
+    )
+    if n_rows:
+        args = (rows_u8, q_bf16, cos_f32, sin_f32, n_rows, n_heads)
+        launch(_QUERY, grid=(-(-n_rows * n_heads // WAVES), 1), args=args)
 
 
 def index_key(

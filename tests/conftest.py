@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="repeat the random tests of the run that printed this seed")
+    parser.addoption(
+        "--hip",
+        choices=("cpu", "cuda", "rocm"),
+        default="cpu",
+        help="where HIP kernels run: this CPU, an NVIDIA card (both through a double of HIP), or a ROCm machine",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -250,12 +250,15 @@ def test_progress_knows_the_bytes_that_will_be_read(engram):
     assert sum(n_bytes) == bytes_to_read(ModelConfig.load(MODEL), engram)
 
 
-def test_as_a_process(answer):
-    done = subprocess.run([*COMMAND, "--prompt", TEXT, *SAMPLING], capture_output=True, env=ENV, cwd=ROOT, timeout=60)
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_as_a_process_whatever_the_environments_threads(answer, threads):
+    env = ENV | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    done = subprocess.run([*COMMAND, "--prompt", TEXT, *SAMPLING], capture_output=True, env=env, cwd=ROOT, timeout=60)
     want = answer("--prompt", TEXT)
     assert done.returncode == 0
     assert done.stdout == want["text"].encode()
-    assert f"output_ids_sha256 {want['output_ids_sha256']}\n" in done.stderr.decode()
+    for name in ("output_ids_sha256", "logits_sha256"):
+        assert f"{name} {want[name]}\n" in done.stderr.decode()
 
 
 def test_ctrl_c_on_a_terminal_stops_quietly():
