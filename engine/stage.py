@@ -144,8 +144,7 @@ class Stage:
         role, weights, config = self.config.layers[layer], self.weights[layer], self.config
         if role.engram is not None and layer in self.work.layers and rows.n_rows:
             assert weights.engram is not None
-            summed = streams.add_engram(config, weights.engram, layer, rows.streams_bf16, rows.lookback_i32, record)
-            rows = replace(rows, streams_bf16=summed)
+            streams.add_engram(config, weights.engram, layer, rows.streams_bf16, rows.lookback_i32, record)
         if layer in self.work.kv_sides:
             rows = self._kv_side(role, weights, rows, record)
         if layer not in self.work.layers:
@@ -158,12 +157,12 @@ class Stage:
         u_bf16 = streams.collapse_norm(config, weights.ffn_norm_bf16, rows.streams_bf16, mixed.pre_f32)
         mixed = streams.mix(config, weights.hc_ffn, rows.streams_bf16)
         out_bf16 = experts.mixture(config, weights.experts, layer, u_bf16, record)
-        merged = streams.merge(out_bf16, rows.streams_bf16, mixed)
+        streams.merge(out_bf16, rows.streams_bf16, mixed)
         record(layer, "u_ffn", u_bf16)
         record(layer, "moe_out", out_bf16)
         _record_mix(record, layer, "hc_ffn", mixed)
-        record(layer, "x_out", merged)
-        return replace(rows, streams_bf16=merged, pre_f32=mixed.pre_f32)
+        record(layer, "x_out", rows.streams_bf16)
+        return replace(rows, pre_f32=mixed.pre_f32)
 
     def _kv_side(self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder) -> HandOff:
         """Compressed rows and index keys of all rows present; then only those go on that the layer itself needs."""
@@ -191,7 +190,7 @@ class Stage:
     def _attention(
         self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder
     ) -> tuple[HandOff, streams.Coefficients]:
-        """The attention sublayer, merged, on the rows that the next layer needs; window rows of all present."""
+        """The attention sublayer on the rows that the next layer needs, merged in place; window rows of all present."""
         config, layer, w = self.config, role.layer, weights.attention
         turn = self._tables.rows(rows.positions_i32, role.ratio)
         u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
@@ -206,7 +205,8 @@ class Stage:
         q_bf16 = attention.rotated_query(config, w, qr_bf16, turn)
         if role.has_indexer:
             rows = self._select(role, weights, rows, u_bf16, qr_bf16, turn, record)
-        heads_bf16 = scratch.bf16(*q_bf16.shape)
+        record(layer, "qr", qr_bf16)
+        record(layer, "q", q_bf16)
         for (span, place), (_, tail) in zip(places, rows.slices(), strict=True):
             state = self.sequences[span.sequence]
             attention.attend(
@@ -220,15 +220,13 @@ class Stage:
                 fresh_u8[place],
                 q_bf16[tail],
                 rows.selected_i32[tail] if role.ratio and rows.selected_i32 is not None else None,
-                heads_bf16[tail],
             )
-        out_bf16 = attention.project_out(config, w, layer, heads_bf16, turn, record)
+        out_bf16 = attention.project_out(config, w, layer, q_bf16, turn, record)
         mixed = streams.mix(config, weights.hc_attn, rows.streams_bf16)
-        record(layer, "qr", qr_bf16)
-        record(layer, "q", q_bf16)
         record(layer, "attn_out", out_bf16)
         _record_mix(record, layer, "hc_attn", mixed)
-        return replace(rows, streams_bf16=streams.merge(out_bf16, rows.streams_bf16, mixed)), mixed
+        streams.merge(out_bf16, rows.streams_bf16, mixed)
+        return rows, mixed
 
     def _select(
         self,

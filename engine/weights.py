@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,8 +82,13 @@ def load_weights(
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             loaded[name] = torch.from_numpy(checkpoint.map_plane(name))  # only ever gathered from
     _check_values(loaded, skip=mapped)
-    layers = {role.layer: _layer(loaded, config, role.layer, id_map) for role in config.layers}
     checkpoint.finish(NOT_LOADED)
+    return model_weights(loaded, config, id_map)
+
+
+def model_weights(loaded: Mapping[str, Tensor], config: TextConfig, id_map: np.ndarray) -> ModelWeights:
+    """Put tensors in their places by name; those of routed experts are stacks named as `stack_of` says."""
+    layers = {role.layer: _layer(loaded, config, role.layer, id_map) for role in config.layers}
     return ModelWeights(loaded["embed.weight"], loaded["norm.weight"], loaded["head.weight"], layers)
 
 
@@ -103,7 +108,7 @@ def _read(
         if ".ffn.experts." not in name:
             loaded[name] = torch.empty(spec.shape, dtype=dtype)
             continue
-        stack, expert = _stack_of(name)
+        stack, expert = stack_of(name)
         if stack not in stacks:
             stacks[stack] = torch.empty((config.n_routed_experts, *spec.shape), dtype=dtype)
         loaded[name] = stacks[stack][expert]
@@ -115,8 +120,8 @@ def _read(
     return loaded | stacks
 
 
-def _stack_of(name: str) -> tuple[str, int]:
-    """layers.3.ffn.experts.7.w1.scale -> (layers.3.ffn.experts.*.w1.scale, 7)."""
+def stack_of(name: str) -> tuple[str, int]:
+    """Where an expert's tensor is stacked: layers.3.ffn.experts.7.w1.scale -> (layers.3.ffn.experts.*.w1.scale, 7)."""
     head, tail = name.split(".ffn.experts.")
     expert, rest = tail.split(".", 1)
     return f"{head}.ffn.experts.*.{rest}", int(expert)
@@ -133,7 +138,7 @@ def _check_values(loaded: dict[str, Tensor], skip: set[str]) -> None:
             check_quantised(name, "e2m1x2" if ".ffn.experts." in name else "e4m3", tensor, loaded[scale])
 
 
-def _layer(loaded: dict[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:
+def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:
     role, prefix = config.layers[layer], f"layers.{layer}."
 
     def get(name: str) -> Tensor:

@@ -66,7 +66,8 @@ def attention(
     selected_i32      [R, K] compressed row indices ascending, -1 at the end; all three None without compression
     sink_f32          [H]
 
-    The list is always `window` slots, then K, padded with absent ones to a multiple of LIST_BLOCK.
+    The list is always `window` slots, then K, padded with absent ones to a multiple of LIST_BLOCK. out_bf16 may
+    be q_bf16 itself.
     """
     bind_dims(
         "attention",

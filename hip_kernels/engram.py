@@ -114,7 +114,7 @@ def engram_gate(
     out_bf16: Tensor,
     gates_f32: Tensor,
 ) -> None:
-    """Fill out_bf16 [R, n, D] and gates_f32 [R, n]; see engram_gate_ref for the shapes."""
+    """Fill out_bf16 [R, n, D], which may be streams_bf16 itself, and gates_f32 [R, n]; see engram_gate_ref."""
     bind_dims(
         "engram_gate",
         "R",

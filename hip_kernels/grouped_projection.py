@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,9 +34,9 @@ def grouped_projection(heads_bf16: Tensor, weight: Fp8Weight, n_groups: int, out
             "out_bf16 R N": out_bf16,
         },
     )
-    weight_f32 = dequantise_tiles(*weight).float().unflatten(0, (n_groups, -1))
+    decoded = cache(lambda: dequantise_tiles(*weight).float().unflatten(0, (n_groups, -1)))
     run_tiles(
-        lambda heads: grouped_projection_ref(heads.flatten(1).unflatten(1, (n_groups, -1)), weight_f32),
+        lambda heads: grouped_projection_ref(heads.flatten(1).unflatten(1, (n_groups, -1)), decoded()),
         (heads_bf16,),
         (out_bf16,),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,10 @@ def head(h_bf16: Tensor, weight_bf16: Tensor, logits_f32: Tensor, finite_u8: Ten
             "finite_u8 R": finite_u8,
         },
     )
-    weight_f32 = weight_bf16.float()
+    wide = cache(weight_bf16.float)
 
     def tile(h: Tensor) -> tuple[Tensor, Tensor]:
-        logits = linear_ref(h, weight_f32)
+        logits = linear_ref(h, wide())
         return logits, torch.isfinite(logits).all(1).to(torch.uint8)
 
     run_tiles(tile, (h_bf16,), (logits_f32, finite_u8))

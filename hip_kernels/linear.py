@@ -5,6 +5,7 @@ Spec: backbone.md section 2.6 to 2.8. Weights stay codes; a K-block is 32 channe
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -92,8 +93,8 @@ def fp8_linear(x_bf16: Tensor, weight: Fp8Weight, out_bf16: Tensor) -> None:
             "out_bf16 R N": out_bf16,
         },
     )
-    codes_f64, scales_f32 = decode_fp8(weight)
-    run_slabs(lambda x: block_gemm_ref(quantise_rows(x), codes_f64, scales_f32), (x_bf16,), out_bf16)
+    decoded = cache(lambda: decode_fp8(weight))  # once, and not at all where nothing is computed
+    run_slabs(lambda x: block_gemm_ref(quantise_rows(x), *decoded()), (x_bf16,), out_bf16)
 
 
 def fp4_linear(x_bf16: Tensor, weight: Fp4Weight, out_bf16: Tensor) -> None:
@@ -108,8 +109,8 @@ def fp4_linear(x_bf16: Tensor, weight: Fp4Weight, out_bf16: Tensor) -> None:
             "out_bf16 R N": out_bf16,
         },
     )
-    codes_f64, scales_f32 = decode_fp4(weight)
-    run_slabs(lambda x: block_gemm_ref(quantise_rows(x), codes_f64, scales_f32), (x_bf16,), out_bf16)
+    decoded = cache(lambda: decode_fp4(weight))
+    run_slabs(lambda x: block_gemm_ref(quantise_rows(x), *decoded()), (x_bf16,), out_bf16)
 
 
 def linear_ref(x_bf16: Tensor, weight: Tensor) -> Tensor:
@@ -124,12 +125,12 @@ def bf16_linear(x_bf16: Tensor, weight_bf16: Tensor, out_bf16: Tensor) -> None:
         "R K N",
         {"x_bf16 R K": x_bf16, "weight_bf16 N K": weight_bf16, "out_bf16 R N": out_bf16},
     )
-    weight_f32 = weight_bf16.float()
-    run_tiles(lambda x: linear_ref(x, weight_f32).bfloat16(), (x_bf16,), (out_bf16,))
+    wide = cache(weight_bf16.float)
+    run_tiles(lambda x: linear_ref(x, wide()).bfloat16(), (x_bf16,), (out_bf16,))
 
 
 def f32_linear(x_bf16: Tensor, weight_bf16: Tensor, out_f32: Tensor) -> None:
     """Fill out_f32 [R, N] from x_bf16 [R, K] and weight_bf16 [N, K], both promoted to FP32."""
     bind_dims("f32_linear", "R K N", {"x_bf16 R K": x_bf16, "weight_bf16 N K": weight_bf16, "out_f32 R N": out_f32})
-    weight_f32 = weight_bf16.float()
-    run_tiles(lambda x: linear_ref(x, weight_f32), (x_bf16,), (out_f32,))
+    wide = cache(weight_bf16.float)
+    run_tiles(lambda x: linear_ref(x, wide()), (x_bf16,), (out_f32,))

@@ -114,7 +114,10 @@ def mhc_merge_ref(out_bf16: Tensor, streams_bf16: Tensor, post_f32: Tensor, comb
 def mhc_merge(
     sublayer_bf16: Tensor, streams_bf16: Tensor, post_f32: Tensor, comb_f32: Tensor, merged_bf16: Tensor
 ) -> None:
-    """Fill merged_bf16 [R, n, D] from a sublayer's output [R, D] and the streams that entered it [R, n, D]."""
+    """Fill merged_bf16 [R, n, D] from a sublayer's output [R, D] and the streams that entered it [R, n, D].
+
+    Both may be one tensor: a channel of the result needs that channel alone.
+    """
     bind_dims(
         "mhc_merge",
         "R N D",

@@ -16,6 +16,6 @@ def rmsnorm_ref(x_bf16: Tensor, weight_bf16: Tensor, eps: float) -> Tensor:
 
 
 def rmsnorm(x_bf16: Tensor, weight_bf16: Tensor, eps: float, out_bf16: Tensor) -> None:
-    """Fill out_bf16 [R, D] from x_bf16 [R, D] and weight_bf16 [D]."""
+    """Fill out_bf16 [R, D] from x_bf16 [R, D] and weight_bf16 [D]; they may be one tensor."""
     bind_dims("rmsnorm", "R D", {"x_bf16 R D": x_bf16, "weight_bf16 D": weight_bf16, "out_bf16 R D": out_bf16})
     run_tiles(lambda x: rmsnorm_ref(x, weight_bf16, eps), (x_bf16,), (out_bf16,))

@@ -75,7 +75,7 @@ def rope_ref(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, inverse: bool = F
 
 
 def rope(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inverse: bool = False) -> None:
-    """Fill out_bf16 [R, H, D] with the rotation of x_bf16 [R, H, D]'s last rope_dim channels."""
+    """Fill out_bf16 [R, H, D] with x_bf16 [R, H, D], its last rope_dim channels rotated; both may be one tensor."""
     bind_dims(
         "rope",
         "R H D I",

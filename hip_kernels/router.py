@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,9 +44,9 @@ def router(
             "weights_f32 R K": weights_f32,
         },
     )
-    weight_f32 = weight_bf16.float()
+    wide = cache(weight_bf16.float)
     run_tiles(
-        lambda u: router_ref(F.linear(u.float(), weight_f32), bias_f32, ids_i32.shape[1], factor),
+        lambda u: router_ref(F.linear(u.float(), wide()), bias_f32, ids_i32.shape[1], factor),
         (u_bf16,),
         (scores_f32, ids_i32, weights_f32),
     )

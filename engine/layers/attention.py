@@ -39,20 +39,17 @@ class AttentionWeights:
 
 def low_rank_query(config: TextConfig, weights: AttentionWeights, u_bf16: Tensor) -> Tensor:
     """qr [R, q_lora] BF16, which the indexer reads too."""
-    projected = scratch.bf16(len(u_bf16), config.q_lora_rank)
-    fp8_linear(u_bf16, weights.wq_a, projected)
-    qr_bf16 = scratch.bf16(*projected.shape)
-    rmsnorm(projected, weights.q_norm_bf16, config.rms_norm_eps, qr_bf16)
+    qr_bf16 = scratch.bf16(len(u_bf16), config.q_lora_rank)
+    fp8_linear(u_bf16, weights.wq_a, qr_bf16)
+    rmsnorm(qr_bf16, weights.q_norm_bf16, config.rms_norm_eps, qr_bf16)
     return qr_bf16
 
 
 def rotated_query(config: TextConfig, weights: AttentionWeights, qr_bf16: Tensor, turn: RopeRows) -> Tensor:
     """q [R, H, hd] BF16; there is no norm per head."""
-    heads, width = config.num_attention_heads, config.head_dim
-    projected = scratch.bf16(len(qr_bf16), heads * width)
-    fp8_linear(qr_bf16, weights.wq_b, projected)
-    q_bf16 = scratch.bf16(len(qr_bf16), heads, width)
-    rope(projected.unflatten(1, (heads, width)), turn.cos_f32, turn.sin_f32, q_bf16)
+    q_bf16 = scratch.bf16(len(qr_bf16), config.num_attention_heads, config.head_dim)
+    fp8_linear(qr_bf16, weights.wq_b, q_bf16.flatten(1))
+    rope(q_bf16, turn.cos_f32, turn.sin_f32, q_bf16)  # in place: a second [R, H, hd] is a chunk's largest tensor
     return q_bf16
 
 
@@ -76,11 +73,10 @@ def attend(
     fresh_u8: Tensor,
     q_bf16: Tensor,
     selected_i32: Tensor | None,
-    out_bf16: Tensor,
 ) -> None:
-    """Fill out_bf16 [A, H, hd] for the last A rows of a span, and move the layer's ring past the span.
+    """Turn the queries of a span's last A rows into head outputs, and move the layer's ring past the span.
 
-    fresh_u8 [n_rows, bytes] the span's window rows; q_bf16 [A, H, hd]; selected_i32 [A, K], None at ratio 0.
+    fresh_u8 [n_rows, bytes] the span's window rows; q_bf16 [A, H, hd], in place; selected_i32 [A, K], None at ratio 0.
     """
     if not span.n_rows:
         return
@@ -107,19 +103,18 @@ def attend(
         None if source is None else torch.tensor(state.page_table, dtype=torch.int32),
         selected_i32,
         sink_f32,
-        out_bf16,
+        q_bf16,
     )
 
 
 def project_out(
     config: TextConfig, weights: AttentionWeights, layer: int, heads_bf16: Tensor, turn: RopeRows, record: Recorder
 ) -> Tensor:
-    """The sublayer's output [R, D] BF16 from head outputs [R, H, hd], de-rotated at the query's position."""
-    level_bf16 = scratch.bf16(*heads_bf16.shape)
-    rope(heads_bf16, turn.cos_f32, turn.sin_f32, level_bf16, inverse=True)
-    record(layer, "o", level_bf16)
+    """The sublayer's output [R, D] BF16 from head outputs [R, H, hd], de-rotated in place at the query's position."""
+    rope(heads_bf16, turn.cos_f32, turn.sin_f32, heads_bf16, inverse=True)
+    record(layer, "o", heads_bf16)
     grouped_bf16 = scratch.bf16(len(heads_bf16), config.o_groups * config.o_lora_rank)
-    grouped_projection(level_bf16, weights.wo_a, config.o_groups, grouped_bf16)
+    grouped_projection(heads_bf16, weights.wo_a, config.o_groups, grouped_bf16)
     out_bf16 = scratch.bf16(len(heads_bf16), config.hidden_size)
     fp8_linear(grouped_bf16, weights.wo_b, out_bf16)
     return out_bf16

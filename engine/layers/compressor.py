@@ -60,10 +60,9 @@ def pooled_latent(
 
 def single_latent(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
     """[R, hd] BF16 latents of a ratio-1 source."""
-    projected = scratch.bf16(len(u_bf16), len(weights.wkv_bf16))
-    bf16_linear(u_bf16, weights.wkv_bf16, projected)
-    latent_bf16 = scratch.bf16(*projected.shape)
-    rmsnorm(projected, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
+    latent_bf16 = scratch.bf16(len(u_bf16), len(weights.wkv_bf16))
+    bf16_linear(u_bf16, weights.wkv_bf16, latent_bf16)
+    rmsnorm(latent_bf16, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
     return latent_bf16
 
 

@@ -58,11 +58,9 @@ def collapse_norm(config: TextConfig, norm_bf16: Tensor, streams_bf16: Tensor, p
     return out_bf16
 
 
-def merge(sublayer_bf16: Tensor, streams_bf16: Tensor, coefficients: Coefficients) -> Tensor:
-    """The streams [R, n, D] after a sublayer's output [R, D] has been mixed in."""
-    merged_bf16 = scratch.bf16(*streams_bf16.shape)
-    mhc_merge(sublayer_bf16, streams_bf16, coefficients.post_f32, coefficients.comb_f32, merged_bf16)
-    return merged_bf16
+def merge(sublayer_bf16: Tensor, streams_bf16: Tensor, coefficients: Coefficients) -> None:
+    """Mix a sublayer's output [R, D] into the streams [R, n, D], in place."""
+    mhc_merge(sublayer_bf16, streams_bf16, coefficients.post_f32, coefficients.comb_f32, streams_bf16)
 
 
 def add_engram(
@@ -72,8 +70,9 @@ def add_engram(
     streams_bf16: Tensor,
     lookback_i32: Tensor,
     record: Recorder,
-) -> Tensor:
-    """The streams [R, n, D] plus the gated table value of each row's n-grams, before the layer's statistics."""
+) -> None:
+    """Add the gated table value of each row's n-grams to the streams [R, n, D], before the layer's statistics."""
+    record(layer, "x_pre_engram", streams_bf16)
     n_rows, n, width = streams_bf16.shape
     table = weights.table
     lookback_i64 = table.compressed(lookback_i32)
@@ -83,7 +82,7 @@ def add_engram(
     engram_gather(rows_i64, table.codes_e4m3, table.scales_e8m0, values_bf16)
     kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
     fp8_linear(values_bf16, weights.wkv, kv_bf16)
-    out_bf16, gates_f32 = scratch.bf16(n_rows, n, width), scratch.f32(n_rows, n)
+    gates_f32 = scratch.f32(n_rows, n)
     alive_u8 = (lookback_i64[:, 0] >= 0).to(torch.uint8)
     engram_gate(
         streams_bf16,
@@ -92,10 +91,8 @@ def add_engram(
         weights.k_bf16,
         alive_u8,
         config.rms_norm_eps,
-        out_bf16,
+        streams_bf16,
         gates_f32,
     )
-    record(layer, "x_pre_engram", streams_bf16)
     record(layer, "engram.rows", rows_i64)
     record(layer, "engram.gate", gates_f32)
-    return out_bf16

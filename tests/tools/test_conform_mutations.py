@@ -155,8 +155,8 @@ MISTAKES = {
         "project_out",
         [
             (
-                "rope(heads_bf16, turn.cos_f32, turn.sin_f32, level_bf16, inverse=True)",
-                "level_bf16.copy_(heads_bf16)",
+                "rope(heads_bf16, turn.cos_f32, turn.sin_f32, heads_bf16, inverse=True)",
+                "pass",
             )
         ],
         "trace o",
