@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocline.engine.config import GROUP
 from rocline.engine.shards import CheckpointError
-from rocline.hip_kernels.formats import E8M0_NAN, e2m1_decode, e4m3_decode, unpack_e2m1
+from rocline.hip_kernels.formats import E8M0_NAN, e2m1x2_decode, e4m3_decode
 
 Codes = Literal["e4m3", "e2m1x2"]
 
@@ -87,7 +87,7 @@ def _scale_limits(kind: Codes) -> tuple[Tensor, Tensor]:
     A zero takes every scale but NaN. A significand has 4 bits at most, so BF16 loses none.
     """
     code_bytes = torch.arange(256, dtype=torch.uint8)
-    values = e4m3_decode(code_bytes)[:, None] if kind == "e4m3" else e2m1_decode(unpack_e2m1(code_bytes[:, None]))
+    values = e4m3_decode(code_bytes)[:, None] if kind == "e4m3" else e2m1x2_decode(code_bytes[:, None])
     exponents = torch.frexp(values).exponent - 1  # |value| = 1.x * 2^exponent
     nonzero = (values != 0) & values.isfinite()
     low = torch.where(nonzero, _MIN_EXPONENT + 127 - exponents, 0).amax(-1)

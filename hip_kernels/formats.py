@@ -23,41 +23,36 @@ RECIPROCAL_6 = float(torch.tensor(1.0 / 6.0, dtype=torch.float32))
 
 
 @cache
-def _e8m0_table() -> Tensor:
-    bits = torch.arange(256, dtype=torch.int32) << 23
-    bits[0] = 1 << 22  # 2^-127 is subnormal; a plain shift would give zero
-    bits[E8M0_NAN] = 0x7FC00000
-    return bits.view(torch.float32)
-
-
-@cache
-def _e4m3_table() -> Tensor:
-    code = torch.arange(256, dtype=torch.int32)
-    exponent, mantissa = (code >> 3) & 15, (code & 7).float()
-    value = torch.where(exponent == 0, mantissa * 2.0**-9, torch.ldexp(8 + mantissa, exponent - 10))
-    value[(code & 0x7F) == 0x7F] = float("nan")  # E4M3FN: the top code is NaN, not 480
-    return torch.where(code >= 128, -value, value)
-
-
-@cache
 def _e2m1_table() -> Tensor:
     positive = torch.tensor(E2M1_VALUES)
     return torch.cat([positive, -positive])
 
 
+@cache
+def _e2m1_pairs() -> Tensor:
+    """[256, 2]: both values of every byte, so that unpacking and decoding is one look-up."""
+    return e2m1_decode(unpack_e2m1(torch.arange(256, dtype=torch.uint8)[:, None]))
+
+
 def e8m0_decode(scales_e8m0: Tensor) -> Tensor:
     """2^(byte-127) as FP32, same shape; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
-    return _e8m0_table().index_select(0, scales_e8m0.reshape(-1).int()).view(scales_e8m0.shape)
+    return scales_e8m0.view(torch.float8_e8m0fnu).float()
 
 
 def e4m3_decode(codes_e4m3: Tensor) -> Tensor:
     """E4M3FN codes as FP32, same shape; 0x7F and 0xFF are NaN."""
-    return _e4m3_table().index_select(0, codes_e4m3.reshape(-1).int()).view(codes_e4m3.shape)
+    return codes_e4m3.view(torch.float8_e4m3fn).float()
 
 
 def e2m1_decode(codes_u8: Tensor) -> Tensor:
     """E2M1 codes 0..15, one a byte, as FP32, same shape."""
     return _e2m1_table().index_select(0, codes_u8.reshape(-1).int()).view(codes_u8.shape)
+
+
+def e2m1x2_decode(packed_e2m1x2: Tensor) -> Tensor:
+    """[..., K/2] bytes of two E2M1 codes, the low nibble first, as [..., K] FP32."""
+    pairs = _e2m1_pairs().to(packed_e2m1x2.device).index_select(0, packed_e2m1x2.reshape(-1).int())
+    return pairs.view(*packed_e2m1x2.shape[:-1], -1)
 
 
 def e4m3_encode(values_f32: Tensor) -> Tensor:
@@ -68,13 +63,14 @@ def e4m3_encode(values_f32: Tensor) -> Tensor:
 def e2m1_encode(values_f32: Tensor) -> Tensor:
     """Nearest E2M1 code 0..15, one a byte, ties to the even code, saturating at 6; the sign of zero is kept.
 
-    NaN has no code here: it becomes a zero whose scale, NaN as well, poisons the group.
+    NaN has no code here: it becomes +0 (the sign of a NaN differs between processors) whose scale, NaN as well,
+    poisons the group.
     """
     size = values_f32.abs()
     code = (size > 0.25).to(torch.uint8)
     for bound, tie_up in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
         code += size >= bound if tie_up else size > bound
-    return code + (torch.signbit(values_f32).to(torch.uint8) << 3)
+    return code + ((torch.signbit(values_f32) & ~values_f32.isnan()).to(torch.uint8) << 3)
 
 
 def pack_e2m1(codes_u8: Tensor) -> Tensor:
@@ -157,7 +153,7 @@ class RowFormat:
     def split(self, rows_u8: Tensor) -> tuple[Tensor, Tensor]:
         """[..., row_bytes] to decoded codes [..., groups, group] and scales [..., groups], both FP32."""
         codes_u8, scales_u8 = rows_u8[..., : self.code_bytes], rows_u8[..., self.code_bytes :]
-        codes = e4m3_decode(codes_u8) if self.kind == "window" else e2m1_decode(unpack_e2m1(codes_u8))
+        codes = e4m3_decode(codes_u8) if self.kind == "window" else e2m1x2_decode(codes_u8)
         scales = e4m3_decode(scales_u8) if self.kind == "compressed" else e8m0_decode(scales_u8)
         return codes.unflatten(-1, (scales.shape[-1], -1)), scales
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
-from rocline.hip_kernels.formats import act_quant8, e2m1_decode, e4m3_decode, e8m0_decode, unpack_e2m1
+from rocline.hip_kernels.formats import act_quant8, e2m1x2_decode, e4m3_decode, e8m0_decode
 
 K_BLOCK = 32
 
@@ -77,7 +77,7 @@ def decode_fp8(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
 
 def decode_fp4(weight: Fp4Weight) -> tuple[Tensor, Tensor]:
     """Codes [K/32, 32, N] FP64 and scales [K/32, N] FP32, as block_gemm_ref takes them."""
-    codes_f64 = e2m1_decode(unpack_e2m1(weight.codes_e2m1x2)).double()
+    codes_f64 = e2m1x2_decode(weight.codes_e2m1x2).double()
     return codes_f64.T.unflatten(0, (-1, K_BLOCK)).contiguous(), e8m0_decode(weight.scales_e8m0).T.contiguous()
 
 
