@@ -122,9 +122,10 @@ class Model:
         return handle
 
     def close(self, handle: SequenceHandle) -> None:
-        del self.sequences[handle.number]
-        for stage in self.stages:
-            stage.close(handle.number)
+        """Forget a sequence and free its pages. Harmless on one that is closed already."""
+        if self.sequences.pop(handle.number, None):
+            for stage in self.stages:
+                stage.close(handle.number)
 
     def prefill(
         self,
@@ -227,6 +228,8 @@ class Model:
 
     def _check_ids(self, handle: SequenceHandle, ids: Sequence[int]) -> None:
         text = self.config.text_config
+        if handle.number not in self.sequences:
+            raise PromptError(f"sequence {handle.number} is closed; open a new one")
         if not len(ids):
             raise PromptError("empty prompt: at least one token id is needed")
         if (end := handle.length + len(ids)) > text.max_position_embeddings:
@@ -243,7 +246,12 @@ class Model:
             stage.reserve(spans)
         for span, ids in zip(spans, new_ids, strict=True):
             self.sequences[span.sequence].ids.extend(ids)
-        return self._run(spans, record)
+        try:
+            return self._run(spans, record)
+        except BaseException:  # layers have gone different ways: no state of these sequences can be trusted
+            for span in spans:
+                self.close(self.sequences[span.sequence])
+            raise
 
     def _run(self, spans: Sequence[RowSpan], record: Recorder) -> Logits:
         ids = {number: handle.ids for number, handle in self.sequences.items()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rocline.arena.spans import ArenaFull
 from rocline.engine.handoff import RowKind
 from rocline.engine.model import Model, PromptError, split_layers
 from rocline.engine.shards import CheckpointError
@@ -73,6 +74,24 @@ def test_all_logits_are_each_positions_own(model, rng):
         last = model.prefill(handle, ids[: position + 1])[-1]
         assert torch.equal(last.logits_f32[0], rows[position])
         model.close(handle)
+
+
+def test_a_chunk_that_does_not_fit_ends_its_sequence_and_no_other(model, rng):
+    small = Model(model.config, model.weights, kv_tokens=3 * 2048, arena_bytes=400_000, poison=True)
+    kept, other = small.open(), small.open()
+    ids = rng.integers(9, 500, 40).tolist()
+    small.prefill(kept, ids, chunk_rows=8)
+    with pytest.raises(ArenaFull, match=r"no room for .* MiB; .* lower --chunk-rows or raise --arena-gib"):
+        small.prefill(other, rng.integers(9, 500, 300).tolist(), chunk_rows=300)
+    assert list(small.sequences) == [kept.number]
+    assert small.stages[0].memory.arena.stats().used_bytes == 0
+    with pytest.raises(PromptError, match=r"sequence 1 is closed"):
+        small.prefill(other, ids)
+    small.close(other)
+    handle = model.open()
+    model.prefill(handle, ids)
+    assert torch.equal(small.decode([(kept, 11)]).logits_f32, model.decode([(handle, 11)]).logits_f32)
+    model.close(handle)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
