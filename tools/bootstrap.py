@@ -26,6 +26,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "rocline-bootstrap"  # what the last finished installation was made from
 
 CPU_TORCH = "torch==2.13.0"
+CPU_HIP_PYTHON = "10.0.0.0.1.2"  # the tests drive HIP kernels on the CPU through it, whatever release it is
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 3
 
@@ -144,7 +145,7 @@ def set_up(row: RocmRow | None) -> None:
 
 def stamp_key(pyproject: bytes, row: RocmRow | None) -> str:
     """Changes with whatever the installation depends on; the root, because the venv and -e hold its path."""
-    return hashlib.sha256(repr((pyproject, row, CPU_TORCH, str(ROOT))).encode()).hexdigest()
+    return hashlib.sha256(repr((pyproject, row, CPU_TORCH, CPU_HIP_PYTHON, str(ROOT))).encode()).hexdigest()
 
 
 def answers(index: str) -> bool:
@@ -165,7 +166,8 @@ def torch_command(row: RocmRow | None, cpu_index_answers: bool) -> list[str]:
 
 
 def project_command(row: RocmRow | None) -> list[str]:
-    return pip_install(*([f"hip-python=={row.hip_python}"] if row else []), "--editable", f"{ROOT}[test]")
+    hip_python = row.hip_python if row else CPU_HIP_PYTHON
+    return pip_install(f"hip-python=={hip_python}", "--editable", f"{ROOT}[test]")
 
 
 def pip_install(*words: str) -> list[str]:

@@ -1,0 +1,259 @@
+"""GPUs: their memory, streams, events and copies.
+
+Whatever runs asynchronously runs on the calling thread's current stream: the one whose `with` it is in, else the
+null stream of device 0. torch's operators follow where torch sees the GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocline.hip_kernels.runtime import HipError, check, hip, torch_sees_gpus
+
+_COPY_BY_ADDRESS = 4  # hipMemcpyDefault: the runtime sees from the addresses which way
+_PEER_ACCESS_ALREADY_ENABLED = 704
+
+
+class _Here(threading.local):
+    """Where the calling thread's work goes."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.stream = 0  # a hipStream_t
+        self.entered: list[tuple[int, int, AbstractContextManager[Any]]] = []  # what to return to
+
+
+here = _Here()
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """One device's memory: free and total of the whole card, and what this process holds in slabs."""
+
+    free_bytes: int
+    total_bytes: int
+    slab_bytes: int
+    n_slabs_ever: int
+
+
+class Device:
+    """One GPU. Take them from devices().
+
+    arch         as the compiler spells it, for example "gfx1100"
+    total_bytes  of the card
+    """
+
+    def __init__(self, index: int) -> None:
+        properties = check(hip().hipGetDeviceProperties(index), f"hipGetDeviceProperties of device {index}")
+        self.index = index
+        self.name: str = properties.name
+        self.arch: str = properties.gcnArchName.partition(":")[0]  # a suffix like ":xnack-" is the card's state
+        self.total_bytes: int = properties.totalGlobalMem
+        self._lock = threading.Lock()
+        self._slab_bytes = 0
+        self._n_slabs_ever = 0
+
+    def __repr__(self) -> str:
+        return f"Device({self.index}: {self.name}, {self.arch})"
+
+    def memory(self) -> MemoryReading:
+        """Read now. Raises HipError."""
+        with self.current():
+            free, total = check(hip().hipMemGetInfo(), f"hipMemGetInfo of device {self.index}")
+        return MemoryReading(free, total, self._slab_bytes, self._n_slabs_ever)
+
+    def allocate(self, n_bytes: int) -> Slab:
+        """A slab of n_bytes, contents undefined. Raises HipError with what is free if it does not fit."""
+        with self.current():
+            status, memory = hip().hipMalloc(n_bytes)
+        if status != 0:
+            free_bytes = self.memory().free_bytes
+            raise HipError(
+                f"hipMalloc of {n_bytes} bytes on device {self.index}: {status.name} ({int(status)}); "
+                f"{free_bytes} bytes are free; ask for less or end what else uses the card",
+                status.name,
+            )
+        self._count(n_bytes, 1)
+        return Slab(self, int(memory), n_bytes)
+
+    def stream(self) -> Stream:
+        """A new stream, which does not wait for the null stream. Raises HipError."""
+        with self.current():
+            handle = check(hip().hipStreamCreateWithFlags(hip().hipStreamNonBlocking), f"a stream of {self}")
+        return Stream(self, int(handle))
+
+    def enable_peer(self, peer: Device) -> None:
+        """Let this device reach peer's memory directly, where the machine can; copies work either way."""
+        if check(hip().hipDeviceCanAccessPeer(self.index, peer.index), f"hipDeviceCanAccessPeer of {self}"):
+            with self.current():
+                status = hip().hipDeviceEnablePeerAccess(peer.index, 0)
+            if status[0] != _PEER_ACCESS_ALREADY_ENABLED:
+                check(status, f"hipDeviceEnablePeerAccess of {self} to {peer}")
+
+    def synchronize(self) -> None:
+        """Wait for everything on this device. Raises HipError, also for what an earlier kernel did wrong."""
+        with self.current():
+            check(hip().hipDeviceSynchronize(), f"hipDeviceSynchronize of {self}")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the runtime's current device meanwhile; the current stream stays."""
+        set_device(self.index)
+        try:
+            yield
+        finally:
+            set_device(here.device)
+
+    def _count(self, n_bytes: int, n_slabs: int) -> None:
+        with self._lock:
+            self._slab_bytes += n_bytes
+            self._n_slabs_ever += n_slabs
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """Every GPU that HIP shows. Raises HipError where HIP cannot be used."""
+    return tuple(Device(index) for index in range(check(hip().hipGetDeviceCount(), "hipGetDeviceCount")))
+
+
+def set_device(index: int) -> None:
+    """Make it the runtime's current device in this thread."""
+    check(hip().hipSetDevice(index), f"hipSetDevice to {index}")
+
+
+class Slab:
+    """Device memory of one hipMalloc: address, n_bytes. Lives until free()."""
+
+    def __init__(self, device: Device, address: int, n_bytes: int) -> None:
+        self.device, self.address, self.n_bytes = device, address, n_bytes
+
+    def tensor(self) -> Tensor:
+        """The slab as uint8 [n_bytes] on torch's device of the same index, not copied; valid until free()."""
+        if not torch_sees_gpus():
+            raise HipError(f"slab on {self.device}: torch {torch.__version__} sees no GPU; install its ROCm build")
+        view: Tensor = torch.as_tensor(self, device=f"cuda:{self.device.index}")
+        return view
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.n_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def free(self) -> None:
+        """Give the memory back; waits for the device. Once only: a second call raises HipError."""
+        with self.device.current():
+            check(hip().hipFree(self.address), f"hipFree of {self.n_bytes} bytes on device {self.device.index}")
+        self.device._count(-self.n_bytes, 0)
+
+
+class HostBuffer:
+    """Pinned host memory, which asynchronous copies need: address, n_bytes. Lives until free()."""
+
+    def __init__(self, n_bytes: int) -> None:
+        memory = check(hip().hipHostMalloc(n_bytes, hip().hipHostMallocPortable), f"hipHostMalloc of {n_bytes} bytes")
+        self.address, self.n_bytes = int(memory), n_bytes
+
+    def tensor(self) -> Tensor:
+        """The buffer as uint8 [n_bytes] on the CPU, not copied; valid until free()."""
+        return torch.frombuffer((ctypes.c_uint8 * self.n_bytes).from_address(self.address), dtype=torch.uint8)
+
+    def free(self) -> None:
+        """Give the memory back. Once only: a second call raises HipError."""
+        check(hip().hipHostFree(self.address), f"hipHostFree of {self.n_bytes} bytes")
+
+
+class Stream:
+    """Work of one device in order. `with stream:` makes it this thread's current one, for torch too."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device, self.handle = device, handle
+        weakref.finalize(self, hip().hipStreamDestroy, handle).atexit = False
+
+    def __enter__(self) -> Stream:
+        theirs: AbstractContextManager[Any] = nullcontext()
+        if torch_sees_gpus():
+            theirs = torch.cuda.stream(torch.cuda.ExternalStream(self.handle, device=self.device.index))
+        theirs.__enter__()
+        set_device(self.device.index)
+        here.entered.append((here.device, here.stream, theirs))
+        here.device, here.stream = self.device.index, self.handle
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        here.device, here.stream, theirs = here.entered.pop()
+        theirs.__exit__(*error)
+        set_device(here.device)
+
+    def wait(self, event: Event) -> None:
+        """What is put on this stream later waits for the event, of whichever device; the host does not."""
+        check(hip().hipStreamWaitEvent(self.handle, event.handle, 0), f"hipStreamWaitEvent on {self.device}")
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done all. Raises HipError, also for what an earlier kernel did wrong."""
+        check(hip().hipStreamSynchronize(self.handle), f"hipStreamSynchronize on {self.device}")
+
+
+class Event:
+    """A point in a stream. Only timed ones can be asked for ms_since; others cost less.
+
+    Belongs to the device that is current when it is made, and is recorded on streams of that device.
+    """
+
+    def __init__(self, timed: bool = False) -> None:
+        flags = 0 if timed else hip().hipEventDisableTiming
+        self.handle = int(check(hip().hipEventCreateWithFlags(flags), f"an event on device {here.device}"))
+        weakref.finalize(self, hip().hipEventDestroy, self.handle).atexit = False
+
+    def record(self) -> Event:
+        """Move it to the current stream's present end. Returns itself."""
+        check(hip().hipEventRecord(self.handle, here.stream), f"hipEventRecord on device {here.device}")
+        return self
+
+    def done(self) -> bool:
+        """Whether the stream has passed it; also true before the first record(). Does not wait."""
+        result = hip().hipEventQuery(self.handle)
+        if result[0] == hip().hipError_t.hipErrorNotReady:
+            return False
+        check(result, "hipEventQuery")
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it."""
+        check(hip().hipEventSynchronize(self.handle), "hipEventSynchronize")
+
+    def ms_since(self, earlier: Event) -> float:
+        """Milliseconds of device time between two recorded, passed, timed events."""
+        elapsed: float = check(hip().hipEventElapsedTime(earlier.handle, self.handle), "hipEventElapsedTime")
+        return elapsed
+
+
+def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
+    """Copy between any two of this device's memory and pinned host memory, on the current stream.
+
+    Raises HipError. From or to host memory that is not pinned it may wait, and is not ordered as promised.
+    """
+    result = hip().hipMemcpyAsync(to_address, from_address, n_bytes, hip().hipMemcpyKind(_COPY_BY_ADDRESS), here.stream)
+    check(result, f"hipMemcpyAsync of {n_bytes} bytes on device {here.device}")
+
+
+def copy_peer_async(to_address: int, to_device: Device, from_address: int, from_device: Device, n_bytes: int) -> None:
+    """Copy from one device's memory to another's, on the current stream, which is of either. Raises HipError."""
+    result = hip().hipMemcpyPeerAsync(
+        to_address, to_device.index, from_address, from_device.index, n_bytes, here.stream
+    )
+    check(result, f"hipMemcpyPeerAsync of {n_bytes} bytes from device {from_device.index} to {to_device.index}")
+
+
+def fill_async(address: int, byte: int, n_bytes: int) -> None:
+    """Set n_bytes of this device's memory to `byte`, on the current stream. Raises HipError."""
+    result = hip().hipMemsetAsync(address, byte, n_bytes, here.stream)
+    check(result, f"hipMemsetAsync of {n_bytes} bytes on device {here.device}")

@@ -1,0 +1,56 @@
+"""Builds the HIP doubles: folders that ROCM_PATH may name in place of a ROCm installation.
+
+The product finds its HIP library as on any machine, through hip-python and ROCM_PATH, and cannot tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+
+
+def build_cpu_double(cache: Path) -> Path:
+    """A ROCM_PATH whose HIP runs kernels on the CPU behind cpu_shim.h, and whose hiprtc calls g++."""
+    shim = SOURCES / "cpu_shim.h"
+    return _build(cache, "cpu", ["-pthread", "-ldl"], defines=[f'-DSHIM_HEADER="{shim}"'])
+
+
+def build_cuda_double(cache: Path, cuda: Path) -> Path:
+    """A ROCM_PATH whose HIP is the CUDA driver and whose hiprtc is the NVRTC of the CUDA installation `cuda`."""
+    libraries = cuda / "lib64"
+    links = [f"-I{cuda / 'include'}", f"-L{libraries}", f"-L{libraries / 'stubs'}", "-lcuda", "-lnvrtc"]
+    return _build(cache, "cuda", [*links, f"-Wl,-rpath,{libraries}"])
+
+
+def _build(cache: Path, kind: str, links: Sequence[str], defines: Sequence[str] = ()) -> Path:
+    digest = _digest([kind, *links, *defines])
+    root = cache / f"{kind}-{digest[:16]}"
+    flags = [*FLAGS, *defines, f"-DRUNTIME_VERSION=0x{digest[:7]}"]
+    (root / "lib").mkdir(parents=True, exist_ok=True)
+    for library in ("libamdhip64", "libhiprtc"):
+        target = root / "lib" / f"{library}.so"
+        if target.exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=root) as folder:  # renamed when whole: test processes build side by side
+            built = Path(folder) / target.name
+            command = ["g++", *flags, str(SOURCES / f"{library}_{kind}.cpp"), "-o", str(built), *links]
+            subprocess.run(command, check=True)
+            os.replace(built, target)
+    return root
+
+
+def _digest(words: Sequence[str]) -> str:
+    """Changes with the sources, the compiler and the processor: all that the doubles' compiled code depends on."""
+    macros = subprocess.run(
+        ["g++", "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=True, capture_output=True
+    ).stdout
+    parts = [repr(words).encode(), macros]
+    parts += [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

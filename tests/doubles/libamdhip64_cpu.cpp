@@ -1,0 +1,207 @@
+// libamdhip64.so without a GPU: the calls that rocline makes, over host memory and cpu_shim.h. A code object is the
+// host library that libhiprtc_cpu.cpp builds. Streams run at once, so every event is done when it is recorded.
+// Stricter than a card: a copy that leaves its allocation or names the wrong device is an error, not damage.
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <dlfcn.h>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unistd.h>
+
+#include "hip_abi.h"
+
+namespace {
+constexpr int kDevices = 8;
+constexpr size_t kTotalBytes = (size_t)4 << 30, kAlignment = 256;
+constexpr int kPoison = 0xCD;
+
+struct Allocation {
+  size_t n_bytes;
+  int device;  // -1: pinned host memory
+};
+std::mutex mutex;
+std::map<const char*, Allocation> allocations;
+size_t used_bytes[kDevices];
+thread_local int current = 0;
+
+// Whether [p, p + n_bytes) may be touched on behalf of `device` (-1: any). Memory that is not ours is the test's.
+bool fits(const void* p, size_t n_bytes, int device = -1) {
+  std::lock_guard<std::mutex> hold(mutex);
+  auto after = allocations.upper_bound((const char*)p);
+  if (after == allocations.begin()) return true;
+  const auto& [start, held] = *--after;
+  const size_t offset = (const char*)p - start;
+  if (offset >= held.n_bytes) return true;
+  return n_bytes <= held.n_bytes - offset && (device < 0 || held.device < 0 || held.device == device);
+}
+
+hipError_t allocate(void** p, size_t n_bytes, int device) {
+  std::lock_guard<std::mutex> hold(mutex);
+  *p = nullptr;
+  if (device >= 0 && n_bytes > kTotalBytes - used_bytes[device]) return hipErrorOutOfMemory;
+  const size_t rounded = (n_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  if (!n_bytes || !(*p = aligned_alloc(kAlignment, rounded))) return n_bytes ? hipErrorOutOfMemory : hipSuccess;
+  if (n_bytes <= 64 << 20) memset(*p, kPoison, n_bytes);  // more would only cost time
+  allocations[(const char*)*p] = {n_bytes, device};
+  if (device >= 0) used_bytes[device] += n_bytes;
+  return hipSuccess;
+}
+
+hipError_t release(void* p) {
+  std::lock_guard<std::mutex> hold(mutex);
+  if (!p) return hipSuccess;
+  auto found = allocations.find((const char*)p);
+  if (found == allocations.end()) return hipErrorInvalidValue;
+  if (found->second.device >= 0) used_bytes[found->second.device] -= found->second.n_bytes;
+  allocations.erase(found);
+  free(p);
+  return hipSuccess;
+}
+
+hipError_t copy(void* to, int to_device, const void* from, int from_device, size_t n_bytes) {
+  if (!fits(to, n_bytes, to_device) || !fits(from, n_bytes, from_device)) return hipErrorInvalidValue;
+  memmove(to, from, n_bytes);
+  return hipSuccess;
+}
+
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Shape {  // rl_cpu's
+  unsigned grid_x, grid_y;
+  int n_threads;
+  size_t lds_bytes;
+  int step;
+};
+typedef int (*Launch)(void** params, const Shape* shape, char* error, size_t error_bytes);
+}  // namespace
+
+HIP_EXPORT hipError_t hipGetDeviceCount(int* n) {
+  *n = kDevices;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return hipErrorInvalidDevice;
+  current = device;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipRuntimeGetVersion(int* version) {
+  *version = RUNTIME_VERSION;  // changes with whatever changes compiled code
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipGetDevicePropertiesR0600(char* prop, int device) {
+  if (device < 0 || device >= kDevices) return hipErrorInvalidDevice;
+  fill_properties(prop, "CPU double", kTotalBytes, "cpu");
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  std::lock_guard<std::mutex> hold(mutex);
+  *total_bytes = kTotalBytes;
+  *free_bytes = kTotalBytes - used_bytes[current];
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
+  *can = device != peer;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned) {
+  static bool enabled[kDevices][kDevices];
+  if (peer < 0 || peer >= kDevices || peer == current) return hipErrorInvalidDevice;
+  std::lock_guard<std::mutex> hold(mutex);
+  const bool again = enabled[current][peer];
+  enabled[current][peer] = true;
+  return again ? hipErrorPeerAccessAlreadyEnabled : hipSuccess;
+}
+
+HIP_EXPORT hipError_t hipMalloc(void** p, size_t n_bytes) { return allocate(p, n_bytes, current); }
+HIP_EXPORT hipError_t hipFree(void* p) { return release(p); }
+HIP_EXPORT hipError_t hipHostMalloc(void** p, size_t n_bytes, unsigned) { return allocate(p, n_bytes, -1); }
+HIP_EXPORT hipError_t hipHostFree(void* p) { return release(p); }
+HIP_EXPORT hipError_t hipMemcpyAsync(void* to, const void* from, size_t n_bytes, int, void*) {
+  return copy(to, -1, from, -1, n_bytes);
+}
+HIP_EXPORT hipError_t hipMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t n_bytes,
+                                         void*) {
+  return copy(to, to_device, from, from_device, n_bytes);
+}
+HIP_EXPORT hipError_t hipMemsetAsync(void* p, int value, size_t n_bytes, void*) {
+  if (!fits(p, n_bytes)) return hipErrorInvalidValue;
+  memset(p, value, n_bytes);
+  return hipSuccess;
+}
+
+HIP_EXPORT hipError_t hipStreamCreateWithFlags(void** stream, unsigned) {
+  *stream = new int(current);
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamDestroy(void* stream) {
+  delete (int*)stream;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamSynchronize(void*) { return hipSuccess; }
+HIP_EXPORT hipError_t hipStreamWaitEvent(void*, void*, unsigned) { return hipSuccess; }
+HIP_EXPORT hipError_t hipDeviceSynchronize() { return hipSuccess; }
+HIP_EXPORT hipError_t hipEventCreateWithFlags(void** event, unsigned) {
+  *event = new double(0);
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipEventDestroy(void* event) {
+  delete (double*)event;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipEventRecord(void* event, void*) {
+  *(double*)event = now_ms();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipEventSynchronize(void*) { return hipSuccess; }
+HIP_EXPORT hipError_t hipEventQuery(void*) { return hipSuccess; }
+HIP_EXPORT hipError_t hipEventElapsedTime(float* ms, void* from, void* to) {
+  *ms = (float)(*(double*)to - *(double*)from);
+  return hipSuccess;
+}
+
+HIP_EXPORT hipError_t hipModuleLoadData(void** module, const void* image) {
+  const char* elf = (const char*)image;
+  if (memcmp(elf, "\177ELF", 4)) return hipErrorNoBinaryForGpu;
+  uint64_t sections;  // where the section table, the last thing in the file, starts
+  uint16_t section_bytes, n_sections;
+  memcpy(&sections, elf + 40, sizeof sections);
+  memcpy(&section_bytes, elf + 58, sizeof section_bytes);
+  memcpy(&n_sections, elf + 60, sizeof n_sections);
+  const size_t n_bytes = sections + (size_t)section_bytes * n_sections;
+  // A file of its own: dlopen takes a library of the same path for the same library.
+  char path[] = "/tmp/hip-double-XXXXXX";
+  const int file = mkstemp(path);
+  *module = nullptr;
+  if (file >= 0 && write(file, elf, n_bytes) == (ssize_t)n_bytes) *module = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (!*module) fprintf(stderr, "HIP double: %s\n", dlerror());
+  if (file >= 0) {
+    close(file);
+    unlink(path);
+  }
+  return *module ? hipSuccess : hipErrorNoBinaryForGpu;
+}
+HIP_EXPORT hipError_t hipModuleUnload(void* module) {
+  dlclose(module);
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipModuleGetFunction(void** function, void* module, const char* name) {
+  *function = dlsym(module, (std::string(name) + "__launch").c_str());
+  return *function ? hipSuccess : hipErrorNotFound;
+}
+HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                            unsigned threads_x, unsigned threads_y, unsigned threads_z,
+                                            unsigned lds_bytes, void*, void** params, void**) {
+  if (!grid_x || !grid_y || grid_z != 1 || !threads_x || threads_x > kMaxThreads || threads_y != 1 ||
+      threads_z != 1 || lds_bytes > kLdsBytes)
+    return hipErrorInvalidValue;
+  static std::atomic<unsigned> n_launches{0};
+  const Shape shape = {grid_x, grid_y, (int)threads_x, lds_bytes, n_launches++ % 2 ? -1 : 1};
+  char error[256] = "";
+  if (!((Launch)function)(params, &shape, error, sizeof error)) return hipSuccess;
+  fprintf(stderr, "HIP double: %s\n", error);
+  return hipErrorLaunchFailure;
+}
