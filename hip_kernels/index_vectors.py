@@ -13,6 +13,7 @@ from rocline.hip_kernels.rope import rope_ref
 
 WAVES = 8  # vectors a workgroup
 _QUERY = Kernel("index_vectors.hip", "index_query", "PPPPii", threads=32 * WAVES)
+RELEASE_KERNELS = (_QUERY,)
 
 
 def index_query(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:

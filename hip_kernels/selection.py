@@ -10,25 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocline.hip_kernels.binding import bind_dims, run_slabs
+from rocline.hip_kernels.kernel import Kernel, launch
+
+_SELECT = Kernel("selection.hip", "select_keys", "PPPPiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
+RELEASE_KERNELS = (_SELECT,)
 
 
 def top_k_mask(scores_f32: Tensor, k: int) -> Tensor:
-    """[R, P] bool: the k best of each row, ties to the lower index. NaN is never chosen."""
+    """[R, P] bool: the k best of each row, ties to the lower index. NaN and -inf are never chosen."""
+    scores_f32 = scores_f32.where(~scores_f32.isnan(), float("-inf"))
+    real = scores_f32 > float("-inf")
     if k >= scores_f32.shape[1]:
-        return scores_f32 >= float("-inf")  # everything but NaN
-    scores_f32 = scores_f32.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+        return real
     cut = scores_f32.topk(k, dim=1).values[:, -1:]
     above = scores_f32 > cut
-    tied = scores_f32 == cut
+    tied = (scores_f32 == cut) & real
     room = k - above.sum(1, keepdim=True)
     return above | (tied & (tied.cumsum(1) <= room))
 
 
 def mask_to_list(mask_bool: Tensor, width: int) -> Tensor:
     """[R, width] int32: the indices set in each row of mask_bool [R, P], ascending, -1 at the end."""
-    out = torch.full((len(mask_bool), width + 1), -1, dtype=torch.int32)
+    out = torch.full((len(mask_bool), width + 1), -1, dtype=torch.int32, device=mask_bool.device)
     place = mask_bool.cumsum(1).where(mask_bool, width + 1) - 1  # unset entries go to a last, dropped column
-    index = torch.arange(mask_bool.shape[1], dtype=torch.int32).expand_as(mask_bool)
+    index = torch.arange(mask_bool.shape[1], dtype=torch.int32, device=mask_bool.device).expand_as(mask_bool)
     out.scatter_(1, place, index)
     return out[:, :width]
 
@@ -39,13 +44,13 @@ def candidate_blocks_ref(scores_f32: Tensor, visible_i32: Tensor, block_size: in
     A block scores the maximum of its positions; the block of the newest visible row is kept in any case.
     """
     n_positions = scores_f32.shape[1]
+    scores_f32 = scores_f32.where(~scores_f32.isnan(), float("-inf"))  # a NaN must not take its block along
     padded = F.pad(scores_f32, (0, -n_positions % block_size), value=float("-inf"))
     blocks = padded.unflatten(1, (-1, block_size)).amax(2)
     newest = torch.div(visible_i32 - 1, block_size, rounding_mode="floor")
-    forced = torch.arange(blocks.shape[1]) == newest[:, None]
+    forced = torch.arange(blocks.shape[1], device=blocks.device) == newest[:, None]
     blocks = blocks.masked_fill(forced, float("inf"))
-    kept = top_k_mask(blocks, n_keep) & (blocks > float("-inf"))
-    return mask_to_list(kept, n_keep)
+    return mask_to_list(top_k_mask(blocks, n_keep), n_keep)
 
 
 def candidate_blocks(scores_f32: Tensor, visible_i32: Tensor, block_size: int, blocks_i32: Tensor) -> None:
@@ -66,7 +71,7 @@ def candidate_blocks(scores_f32: Tensor, visible_i32: Tensor, block_size: int, b
 def restrict_ref(scores_f32: Tensor, blocks_i32: Tensor, block_size: int) -> Tensor:
     """scores [R, P] with every position outside the kept blocks at -inf."""
     n_blocks = -(-scores_f32.shape[1] // block_size)
-    kept = torch.zeros((len(scores_f32), n_blocks + 1), dtype=torch.bool)
+    kept = torch.zeros((len(scores_f32), n_blocks + 1), dtype=torch.bool, device=scores_f32.device)
     kept.scatter_(1, blocks_i32.long().where(blocks_i32 >= 0, n_blocks), True)
     keep = kept[:, :n_blocks].repeat_interleave(block_size, 1)[:, : scores_f32.shape[1]]
     return scores_f32.masked_fill(~keep, float("-inf"))
@@ -74,7 +79,7 @@ def restrict_ref(scores_f32: Tensor, blocks_i32: Tensor, block_size: int) -> Ten
 
 def top_k_list_ref(scores_f32: Tensor, visible_i32: Tensor, k: int) -> Tensor:
     """[R, k] int32: the k best positions ascending, -1 at the end where fewer are visible."""
-    position = torch.arange(scores_f32.shape[1], dtype=torch.int32)
+    position = torch.arange(scores_f32.shape[1], dtype=torch.int32, device=scores_f32.device)
     return mask_to_list(top_k_mask(scores_f32, k) & (position < visible_i32[:, None]), k)
 
 
@@ -103,3 +108,13 @@ def top_k_list(
 
     per_row = (scores_f32, visible_i32)
     run_slabs(slab, per_row if blocks_i32 is None else (*per_row, blocks_i32), selected_i32)
+
+
+def select_keys_hip(
+    keys_i16: Tensor, n: int, chosen_i32: Tensor, newest_i32: Tensor | None = None, among_i32: Tensor | None = None
+) -> None:
+    """chosen_i32 [rows, K]: the best of keys_i16 [rows, stride]'s first n; see selection.hip."""
+    n_rows, k = chosen_i32.shape
+    width = 0 if among_i32 is None else among_i32.shape[1]
+    args = (chosen_i32, keys_i16, newest_i32, among_i32, n, keys_i16.shape[1], k, width)
+    launch(_SELECT, grid=(1, n_rows), args=args, lds_bytes=_SELECT.lds_bytes)

@@ -1,0 +1,66 @@
+"""Each row against positions of its own: its candidate blocks, or all of a history that few rows look into."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rocline.hip_kernels.index_prepared import VECTORS
+from rocline.hip_kernels.index_score import BLOCK, LDS_ROW_BYTES, MOST_HEADS, History, Queries
+from rocline.hip_kernels.kernel import Kernel, launch
+
+SLOTS = 128  # a workgroup's
+
+
+def slots_lds_bytes(n_heads: int) -> int:
+    """LDS of both kernels, by the real head count."""
+    vectors = -(-n_heads // 32) * 32
+    scales = vectors * (16 + 4 + 4) + -(-vectors // VECTORS // 4) * 16 + SLOTS * 4 + 16
+    return scales + (SLOTS + -(-n_heads // VECTORS) * VECTORS) * LDS_ROW_BYTES
+
+
+def _kernels(n_heads: int) -> tuple[Kernel, Kernel]:
+    lds = slots_lds_bytes(n_heads)
+    return (
+        Kernel("index_slots.hip", "index_slots", "PPPPPPPPiiii", threads=128, lds_bytes=lds),
+        Kernel("index_slots.hip", "index_block_max_few", "PPPPPPPiiiii", threads=128, lds_bytes=lds),
+    )
+
+
+_SLOTS, _MAXIMA_FEW = _kernels(MOST_HEADS)
+RELEASE_KERNELS = _kernels(32)
+
+
+def slot_keys_hip(queries: Queries, history: History, rows: range, blocks_i32: Tensor, keys_i16: Tensor) -> None:
+    """Fill keys_i16 [rows, 8 C] with the sortable keys of the positions of each row's own blocks_i32 [rows, C].
+
+    A key is 0 for block -1 and for a position not seen, else larger for a larger score. rows.start is a multiple of 16.
+    """
+    n_heads, n_listed, tables = queries.weights_bf16.shape[1], blocks_i32.shape[1], history.page_tables_i32
+    tiles_u8, weights, *own = _own(queries, rows)
+    sizes = (n_heads, n_listed, history.rows_per_page, tables.shape[1])
+    launch(
+        _SLOTS,
+        grid=(-(-n_listed * BLOCK // SLOTS), len(rows)),
+        args=(keys_i16, tiles_u8, weights, history.keys_u8, tables, *own, blocks_i32, *sizes),
+        lds_bytes=slots_lds_bytes(n_heads),
+    )
+
+
+def block_maxima_few_hip(queries: Queries, history: History, rows: range, maxima_i16: Tensor) -> None:
+    """index_score.block_maxima_hip, the same bits: no row of a matrix tile is padding, but each reads all keys."""
+    n_heads, n_blocks = queries.weights_bf16.shape[1], -(-history.n_positions // BLOCK)
+    tables = history.page_tables_i32
+    tiles_u8, weights, *own = _own(queries, rows)
+    sizes = (n_heads, n_blocks, maxima_i16.shape[1], history.rows_per_page, tables.shape[1])
+    launch(
+        _MAXIMA_FEW,
+        grid=(-(-history.n_positions // SLOTS), len(rows)),
+        args=(maxima_i16, tiles_u8, weights, history.keys_u8, tables, *own, *sizes),
+        lds_bytes=slots_lds_bytes(n_heads),
+    )
+
+
+def _own(queries: Queries, rows: range) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    part = slice(rows.start, rows.stop)
+    sequences = queries.row_tiles.sequences_i32[part]
+    return queries.tiles_u8[rows.start // VECTORS :], queries.weights_bf16[part], sequences, queries.visible_i32[part]

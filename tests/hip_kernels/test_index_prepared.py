@@ -1,0 +1,82 @@
+"""Index queries and keys from the kernels: stored rows and their prepared form, byte for byte (case B36)."""
+
+import pytest
+import torch
+
+from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.index_prepared import TILE_BYTES, from_tiles, index_prepare, index_prepare_hip, prepare_ref
+from rocline.hip_kernels.index_vectors import index_query, index_query_hip
+
+ROW = RowFormat("index_key", 128)
+
+
+def vectors(rng, n_rows, n_heads, spread):
+    """[n, h, 128] BF16 whose groups' sizes differ by up to 2^spread; some groups and one vector are zero."""
+    x = rng.standard_normal((n_rows, n_heads, 4, 32))
+    x *= 2.0 ** rng.integers(-spread // 2, spread // 2 + 1, (n_rows, n_heads, 4, 1))
+    x[rng.random((n_rows, n_heads, 4)) < 0.1] = 0.0
+    x[0, 0] = 0.0
+    return torch.from_numpy(x).flatten(-2).bfloat16()
+
+
+@pytest.mark.parametrize("n_heads", [1, 3, 32])
+@pytest.mark.parametrize("n_rows", [1, 5, 17])
+def test_stored_rows(device, rng, n_rows, n_heads):
+    x = vectors(rng, n_rows, n_heads, 40)
+    x[0, 0, 3], x[-1, -1, 40], x[-1, 0, 70] = float("inf"), float("nan"), -float("nan")
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -0.0]).bfloat16()
+    x[-1, -1, 96 : 96 + len(edges)] = edges  # ties of every code
+    angle = torch.from_numpy(rng.uniform(-3, 3, (n_rows, 32))).float()
+    cos, sin = angle.cos(), angle.sin()
+    want = torch.zeros((n_rows, n_heads, 68), dtype=torch.uint8)
+    index_query(x, cos, sin, want)
+    for _ in range(2):
+        got = device.full((n_rows, n_heads, 68), 0xEE, torch.uint8)
+        index_query_hip(device.put(x), device.put(cos), device.put(sin), got)
+        assert torch.equal(device.get(got), want)
+
+
+@pytest.mark.parametrize("spread", [0, 3, 8, 60, 250])
+def test_prepared_vectors_are_the_stored_ones(rng, spread):
+    rows = ROW.pack(vectors(rng, 40, 3, spread))
+    values, scales = ROW.split(rows)
+    codes_i8, scales_e8m0 = prepare_ref(rows)
+    back = codes_i8.double() / 2 * torch.exp2(scales_e8m0.double() - 127)[..., None]
+    assert torch.equal(back, values.double() * scales.double()[..., None])
+    assert codes_i8.abs().max() <= 96
+    if spread == 3:
+        aligned = (scales_e8m0 == scales_e8m0[..., :1]).all(-1)
+        assert aligned.float().mean() > 0.5  # else nothing would take the short way
+    if spread == 60:
+        assert not (scales_e8m0 == scales_e8m0[..., :1]).all()
+
+
+@pytest.mark.parametrize("n_heads", [1, 8])
+@pytest.mark.parametrize("spread", [0, 6, 60, 250])
+def test_tiles_in_order_of_the_rows(device, rng, n_heads, spread):
+    rows = ROW.pack(vectors(rng, 33, n_heads, spread))
+    rows[5, 0, 65] = 255
+    want = torch.full((3, n_heads, TILE_BYTES), 0xEE, dtype=torch.uint8)
+    index_prepare(rows, want)
+    got = device.full(want.shape, 0xEE, torch.uint8)
+    index_prepare_hip(device.put(rows), got)
+    assert torch.equal(device.get(got), want)
+    codes, scales = from_tiles(want)
+    assert torch.equal((codes[:33] * 2).to(torch.int8), prepare_ref(rows)[0])
+    assert scales[5, 0, 1].isnan()
+
+
+def test_keys_are_appended_through_the_page_table(device, rng):
+    """Two calls, an odd first row, pages out of order; what lies before and after stays."""
+    rows = ROW.pack(vectors(rng, 41, 1, 10))
+    table = torch.tensor([3, 0, 2], dtype=torch.int32)
+    want = torch.full((4 * 2, 1, TILE_BYTES), 0xEE, dtype=torch.uint8)
+    got = device.full(want.shape, 0xEE, torch.uint8)
+    for start, stop in ((0, 7), (7, 41)):
+        index_prepare(rows[start:stop], want, table, 19 + start, 32)
+        index_prepare_hip(device.put(rows[start:stop].contiguous()), got, device.put(table), 19 + start, 32)
+    assert torch.equal(device.get(got), want)
+    flat = from_tiles(want)[0].flatten(1)
+    for row in range(41):
+        slot = int(table[(19 + row) // 32]) * 32 + (19 + row) % 32
+        assert torch.equal(flat[slot] * 2, prepare_ref(rows)[0][row].flatten().float())
