@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 POLL_EVERY = 8  # places of one stream between two looks at its oldest completions
 POLL_MARKS = 2 * POLL_EVERY  # looked at then: more than came in, so the queue shrinks
+CHUNK_TAKES = 64  # between two moments with nothing lent: more than a caller that lends one span at a time
 PAUSE_S = 50e-6
 WAIT_S = 30.0  # as long as a stage step may take before it counts as hung
 StreamMarks = list[tuple[Stream, Completion]]
@@ -80,6 +81,7 @@ class Arena:
         self._live: dict[Span, bool] = {}  # lent, oldest first; pop and insert are atomic without the lock
         self._inbox: deque[tuple[Span, StreamMarks]] = deque()
         self._used_bytes = self._high_water_bytes = 0
+        self._takes_when_idle = 0
         self._takes = self._releases = self._reuses = self._waits = self._refusals = 0
 
     # Lending
@@ -268,9 +270,6 @@ class Arena:
         """Settle a released span (lock held); a stream's oldest marks when they are due for a look."""
         self._releases += 1
         self._used_bytes -= span.size_bytes
-        if not marks:
-            self._slab.take_back(span.offset, span.size_bytes, span.stream, ())
-            return None
         due = None
         waits = []
         for stream, completion in marks:
@@ -279,6 +278,11 @@ class Arena:
             if line.newest % POLL_EVERY == 0 and len(line.marks) > POLL_EVERY:
                 due = (line, list(islice(line.marks, POLL_MARKS)))
         self._slab.take_back(span.offset, span.size_bytes, span.stream, tuple(waits))
+        if not self._used_bytes:
+            if self._takes - self._takes_when_idle >= CHUNK_TAKES:
+                # A chunk has ended: what it left for reuse would only cut up the room that the plan gives the next.
+                self._slab.drain_reuse()
+            self._takes_when_idle = self._takes
         return due
 
     def _empty_inbox(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from heapq import heappop, heappush
 from itertools import count
 
@@ -13,6 +14,7 @@ from rocline.arena.stats import Stats
 from rocline.arena.trace import TraceEvent
 
 PLAN_STEPS = 512  # the plan's resolution: this part of the peak
+PLAN_RUNS = 4
 
 
 @dataclass(slots=True)
@@ -188,9 +190,23 @@ def _peak(steps: list[tuple[int, int, int]]) -> int:
     return peak
 
 
-def plan(events: Sequence[TraceEvent]) -> Plan:
-    """The smallest slab, in steps of 1/PLAN_STEPS of the peak, that serves the trace without a wait.
+def repeated(events: Sequence[TraceEvent], n_runs: int) -> list[TraceEvent]:
+    """The trace n_runs times on end, each run in the slab that the one before leaves; held spans are taken once."""
+    held = held_for_life(events)
+    period_ns = max(event.time_ns for event in events) + 1
+    n_spans = max(event.span for event in events) + 1
+    out = list(events)
+    for run in range(1, n_runs):
+        for event in events:
+            if event.span not in held:
+                out.append(changed(event, time_ns=event.time_ns + run * period_ns, span=event.span + run * n_spans))
+    return out
 
+
+def plan(events: Sequence[TraceEvent]) -> Plan:
+    """The smallest slab, in steps of 1/PLAN_STEPS of the peak, that serves the trace without a wait, again and again.
+
+    PLAN_RUNS runs on end: a slab that serves one run from empty may be cut up for the next.
     Every size it answers has been replayed. It gallops up from the peak and then tries every step after
     the last size that failed, since a larger slab need not serve what a smaller one does.
 
@@ -201,8 +217,10 @@ def plan(events: Sequence[TraceEvent]) -> Plan:
         raise ValueError("plan: the trace takes nothing; record one that does")
     step_bytes = max(GRANULE_BYTES, align_up(used_bytes // PLAN_STEPS))
 
+    runs = repeated(events, PLAN_RUNS)
+
     def serves(n_steps: int) -> bool:
-        report = replay(events, used_bytes + n_steps * step_bytes)
+        report = replay(runs, used_bytes + n_steps * step_bytes)
         return not report.failures and not report.waits
 
     failed, served = -1, 0

@@ -69,7 +69,8 @@ class ReuseLayer:
         return self._pop_all(size_bytes, stream)
 
     def drain(self) -> list[KeptSpan]:
-        """Take out everything."""
+        """Take out everything, and begin anew."""
+        self._n_turned_away = 0
         return [span for key in list(self._kept) for span in self._pop_all(*key)]
 
     def fit(self, want_bytes: int, usable: Callable[[Stream, int, int], bool]) -> KeptSpan | None:

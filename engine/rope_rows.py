@@ -43,6 +43,7 @@ class RopeTables:
     def rows(self, positions_i32: Tensor, ratio: int) -> RopeRows:
         """Rows for positions_i32 [R] in a layer of the given compression ratio."""
         omega_f32 = self.compressed_f32 if ratio else self.plain_f32
-        out = RopeRows(*(scratch.f32(len(positions_i32), len(omega_f32)) for _ in range(2)))
+        shape = len(positions_i32), len(omega_f32)
+        out = RopeRows(scratch.f32(*shape), scratch.f32(*shape))
         rope_table(positions_i32, omega_f32, *out)
         return out

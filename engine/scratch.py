@@ -11,16 +11,21 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from rocline.arena.arena import Arena
+from rocline.arena.completions import RecordCompletion
 from rocline.arena.scope import Scope
 from rocline.arena.spans import Span
 
 POISON_BYTE = 0xFF  # NaN in every float and scale format; no valid index or code count
+# A chunk asks for the same tensors as the one before, mostly at the same places: looking one up takes a tenth of
+# the time of making it. Two holders of one view are no worse off than two views of the same bytes.
+MAX_VIEWS = 4096
 
 
 class Lease:
@@ -48,16 +53,32 @@ class _Frame:
 class StageMemory:
     """One slab and the tensors lent from it; used by one stage's thread.
 
-    arena_bytes  size of the slab. Host pages are committed when first written
-    poison       fill tensors with POISON_BYTE when they are lent and given back, so that reading what was
-                 not written, or is no longer there, shows (tests)
+    arena_bytes        size of the slab. Host pages are committed when first written
+    slab_u8            [>= arena_bytes] where the slab lies, on any device; host memory is taken when there is none
+    record_completion  as in Arena: when the work queued on the device so far has finished. None on the host
+    poison             fill tensors with POISON_BYTE when they are lent and given back, so that reading what was
+                       not written, or is no longer there, shows (tests)
     """
 
-    def __init__(self, arena_bytes: int, *, name: str = "arena", poison: bool = False) -> None:
-        self.arena = Arena(arena_bytes, name=name)
-        self._slab_u8 = torch.empty(self.arena.slab_bytes, dtype=torch.uint8)
-        self._first_byte = self._slab_u8.data_ptr()
-        self._typed = {dtype: self._slab_u8.view(dtype) for dtype in _DTYPES}
+    def __init__(
+        self,
+        arena_bytes: int,
+        *,
+        slab_u8: Tensor | None = None,
+        record_completion: RecordCompletion | None = None,
+        name: str = "arena",
+        poison: bool = False,
+    ) -> None:
+        self.arena = Arena(arena_bytes, record_completion, name=name)
+        self.arena.device_allocs = 1
+        if slab_u8 is None:
+            slab_u8 = torch.empty(self.arena.slab_bytes, dtype=torch.uint8)
+        if len(slab_u8) < self.arena.slab_bytes:
+            raise ValueError(f"{name}: slab_u8 has {len(slab_u8)} bytes, want at least {self.arena.slab_bytes}")
+        self._slab_u8 = slab_u8[: self.arena.slab_bytes]
+        self._first_byte = slab_u8.data_ptr()
+        typed = {dtype: self._slab_u8.view(dtype) for dtype in _DTYPES}
+        self._view = lru_cache(MAX_VIEWS)(partial(_view, typed))
         self._poison = poison
         self._frames: list[_Frame] = []
 
@@ -79,13 +100,13 @@ class StageMemory:
         """A contiguous tensor, not initialised, of the innermost scope. Raises ArenaFull."""
         n_bytes = prod(shape) * dtype.itemsize
         if n_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=self._slab_u8.device)
         frame = self._frames[-1]
         span = frame.lender.take(n_bytes, label=label, frames_up=4)
         frame.lent[span.offset] = span
         if self._poison:
             self._fill((span,))
-        return self._typed[dtype].as_strided(shape, _contiguous(shape), span.offset // dtype.itemsize)
+        return self._view(span.offset, shape, dtype)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors of the innermost scope live as long as the one around it."""
@@ -101,7 +122,7 @@ class StageMemory:
 
     def give_back(self, spans: Iterable[Span]) -> None:
         """Release spans that were handed on."""
-        for span in list(spans):
+        for span in spans:
             if self._poison:
                 self._fill((span,))
             self.arena.release(span)
@@ -144,12 +165,13 @@ def use(memory: StageMemory) -> Iterator[None]:
         _thread.memory = before
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _view(typed: dict[torch.dtype, Tensor], offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The bytes from offset on as a contiguous tensor; typed holds the whole slab in every dtype."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= size
-    return tuple(reversed(strides))
+    return typed[dtype].as_strided(shape, strides[::-1], offset // dtype.itemsize)
 
 
 def _lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

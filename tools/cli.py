@@ -25,6 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("rocline.tools.generate", "continue a prompt, streaming the text to the terminal"),
     "conform": Command("rocline.tools.conform", "check this build against a folder of golden data"),
+    "trace": Command("rocline.tools.trace", "record, replay and draw what stages take from their arenas"),
     "demo-checkpoint": Command("rocline.tools.demo_checkpoint", "write a small checkpoint of the model"),
 }
 
