@@ -170,7 +170,7 @@ def test_unreadable_file_is_named(tmp_path, text):
 
 
 def test_absent_file_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: No such file or directory; --model names a folder"):
+    with pytest.raises(ConfigError, match=r"config\.json: No such file or directory; name a folder that holds a model"):
         ModelConfig.load(tmp_path)
 
 
