@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": Command("rocline.tools.generate", "continue a prompt, streaming the text to the terminal"),
     "conform": Command("rocline.tools.conform", "check this build against a folder of golden data"),
     "trace": Command("rocline.tools.trace", "record, replay and draw what stages take from their arenas"),
+    "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
     "demo-checkpoint": Command("rocline.tools.demo_checkpoint", "write a small checkpoint of the model"),
 }
 

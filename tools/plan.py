@@ -1,0 +1,263 @@
+"""`rocline plan`: which card runs which layers, what fills its memory, and what speed the cost model expects of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rocline.engine.config import ConfigError, ModelConfig
+from rocline.engine.model import CHUNK_ROWS
+from rocline.engine.release import release_config
+from rocline.pipeline.costs import Rates
+from rocline.pipeline.forecast import (
+    DECODE_HISTORY,
+    FORECAST_FLOPS,
+    PUBLISHED,
+    TOLERANCE,
+    decode_rate,
+    prefill,
+    prefill_rate,
+    published_runs,
+    reproduces_published,
+    stage_shares,
+)
+from rocline.pipeline.placement import CHOICE_RATES, PlacedStage, PlacementError, PlacementKind
+from rocline.pipeline.plan import GIB, KV_TOKENS, Drafts, Plan, Request, make_plan
+from rocline.tools.generate import positive_int
+
+EXIT_INFEASIBLE, EXIT_WRONG_INPUT = 1, 2
+DECODE_REQUESTS = (1, 8, 64)
+MAX_GROUPS = 8
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        description="Place the layers, count every card's memory, forecast. All speeds are modelled, none measured.",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the model's config.json")
+    model.add_argument("--release", action="store_true", help="the released model; no file is needed")
+
+    def option(flag: str, help_text: str, **how: Any) -> None:
+        parser.add_argument(flag, help=f"{help_text} (default %(default)s)", **how)
+
+    option("--devices", "number of cards and memory of each", type=_devices, default="8x48GiB", metavar="NxSGiB")
+    parser.add_argument("--stages", type=positive_int, metavar="N", help="pipeline stages (default: one a card)")
+    parser.add_argument(
+        "--context", type=positive_int, metavar="N", help="longest request (default: the model's limit)"
+    )
+    option("--kv-tokens", "tokens that all requests may hold", type=positive_int, default=KV_TOKENS, metavar="N")
+    option("--chunk-rows", "prompt rows run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
+    option("--placement", "how layers are cut", choices=get_args(PlacementKind), default="folded")
+    option("--drafts", "room for the draft stages; auto: if it is there", choices=get_args(Drafts), default="auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def _devices(word: str) -> tuple[int, int]:
+    """(cards, bytes of each) from 8x48GiB."""
+    found = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)GiB", word)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{word}: write it as 8x48GiB, cards times memory of each")
+    return int(found[1]), round(float(found[2]) * GIB)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        config = release_config() if args.release else ModelConfig.load(args.model)
+    except ConfigError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    n_devices, device_bytes = args.devices
+    request = Request(
+        n_devices=n_devices,
+        device_bytes=device_bytes,
+        n_stages=args.stages or n_devices,
+        kind=args.placement,
+        context=args.context or config.text_config.max_position_embeddings,
+        kv_tokens=args.kv_tokens,
+        chunk_rows=args.chunk_rows,
+        drafts=args.drafts,
+    )
+    try:
+        found = make_plan(config, request)
+    except PlacementError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return EXIT_INFEASIBLE
+    report = plan_report(found)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_text(found, report)))
+    return 0
+
+
+def plan_report(found: Plan) -> dict[str, Any]:
+    """Everything the command shows, as JSON-ready data. Bytes and tokens are counted; `modelled` holds what is not."""
+    request, placement = found.request, found.placement
+    shares = stage_shares(found.model, placement, request.context, request.chunk_rows, CHOICE_RATES)
+    stages = [
+        {
+            "stage": number,
+            "device": stage.device,
+            "visits": [{"layers": visit.layers, "kv_sides": sorted(visit.kv_sides)} for visit in stage.visits],
+            "modelled": {"prefill_share": prefill_share, "decode_share": decode_share},
+        }
+        for number, (stage, prefill_share, decode_share) in enumerate(zip(placement.stages, *shares, strict=True))
+    ]
+    return {
+        "placement": placement.kind,
+        "context": request.context,
+        "kv_tokens": request.kv_tokens,
+        "chunk_rows": request.chunk_rows,
+        "drafts": request.drafts,
+        "stages": stages,
+        "devices": [
+            {
+                "capacity_bytes": memory.capacity,
+                "weights_bytes": memory.weights,
+                "kv_bytes": memory.kv,
+                "kv_bytes_per_token": memory.kv_row_bytes,
+                "prepared_bytes": memory.prepared,
+                "prepared_bytes_per_token": memory.prepared_row_bytes,
+                "graphs_bytes": memory.graphs,
+                "arena_bytes": memory.arena,
+                "runtime_bytes": memory.runtime,
+                "headroom_bytes": memory.headroom,
+            }
+            for memory in found.memory
+        ],
+        "modelled": _modelled(found),
+    }
+
+
+def _modelled(found: Plan) -> dict[str, Any]:
+    busy_flops, runs = published_runs()
+    published = [
+        {
+            "prompt_tokens": row.prompt_tokens,
+            "published_tokens_per_s": row.measured_rate,
+            "modelled_tokens_per_s": row.modelled_rate,
+            "error": row.error,
+        }
+        for row in runs
+    ]
+    checked = {"published_busy_flops_per_s": busy_flops, "published": published}
+    if not reproduces_published():
+        return checked
+    context = found.request.context
+    prompts = [tokens for tokens, _ in PUBLISHED if tokens <= context] or [context]
+    return checked | {
+        "prefill": [_prefill(found, tokens, flops) for tokens in prompts for flops in FORECAST_FLOPS],
+        "decode_history": min(DECODE_HISTORY, context),
+        "decode_flops_per_s": CHOICE_RATES.flops_per_s,
+        "decode": [_decode(found, n_requests) for n_requests in DECODE_REQUESTS],
+    }
+
+
+def _prefill(found: Plan, prompt_tokens: int, flops_per_s: float) -> dict[str, Any]:
+    rates, chunk_rows = Rates(flops_per_s), found.request.chunk_rows
+    line = prefill(found.model, found.placement, prompt_tokens, chunk_rows, rates)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "flops_per_s": flops_per_s,
+        "tokens_per_s": prefill_rate(line, prompt_tokens),
+        "seconds": line.total_s,
+        "idle_share": line.bubble,
+    }
+
+
+def _decode(found: Plan, n_requests: int) -> dict[str, Any]:
+    history = min(DECODE_HISTORY, found.request.context)
+    rates = [
+        decode_rate(found.model, found.placement, n_requests, n_groups, CHOICE_RATES, history)
+        for n_groups in range(1, min(MAX_GROUPS, n_requests) + 1)
+    ]
+    return {"requests": n_requests, "tokens_per_s_by_groups": rates}
+
+
+def _text(found: Plan, report: dict[str, Any]) -> Iterable[str]:
+    request = found.request
+    yield (
+        f"{found.model.n_layers} layers, {request.kind}, over {request.n_stages} stages on {request.n_devices} devices "
+        f"of {request.device_bytes / GIB:g} GiB. Chunk {request.chunk_rows:,} rows, context {request.context:,}, "
+        f"admitted tokens {request.kv_tokens:,}, drafts {request.drafts}."
+    )
+    yield from _stage_lines(found, report)
+    yield from _memory_lines(found)
+    yield from _published_lines(report["modelled"])
+    if "prefill" in report["modelled"]:
+        yield from _forecast_lines(report["modelled"])
+    else:
+        yield f"No forecast: the cost model is more than {TOLERANCE:.0%} away from the published run."
+
+
+def _stage_lines(found: Plan, report: dict[str, Any]) -> Iterable[str]:
+    rows: list[Sequence[str]] = [("stage", "device", "visit 1", "visit 2", "prefill share", "decode share")]
+    for stage, placed in zip(report["stages"], found.placement.stages, strict=True):
+        visits = _visits(placed)
+        shares = [f"{stage['modelled'][part]:.1%}" for part in ("prefill_share", "decode_share")]
+        rows.append((str(stage["stage"]), str(stage["device"]), *visits, *shares))
+    yield "\nStages. Shares of all stages' work are modelled: of a halo prefill of the whole context, of a decoded row."
+    yield from _table(rows)
+
+
+def _visits(placed: PlacedStage) -> tuple[str, str]:
+    words = []
+    for visit in placed.visits:
+        first, last = visit.layers[0], visit.layers[-1]
+        early = sorted(visit.kv_sides - set(visit.layers))
+        words.append((f"{first}-{last}" if last > first else f"{first}") + "".join(f" + kv {side}" for side in early))
+    return words[0], words[1] if len(words) > 1 else "-"
+
+
+def _memory_lines(found: Plan) -> Iterable[str]:
+    parts = ("weights", "kv", "prepared", "graphs", "arena", "runtime", "headroom")
+    rows: list[Sequence[str]] = [("device", *parts, "kv B/token", "prepared B/token")]
+    for device, memory in enumerate(found.memory):
+        sizes = [f"{getattr(memory, part) / GIB:.2f}" for part in parts]
+        rows.append((str(device), *sizes, f"{memory.kv_row_bytes:g}", f"{memory.prepared_row_bytes:g}"))
+    sums = [f"{sum(getattr(memory, part) for memory in found.memory) / GIB:.2f}" for part in parts]
+    per_token = [sum(memory.kv_row_bytes for memory in found.memory)]
+    per_token.append(sum(memory.prepared_row_bytes for memory in found.memory))
+    rows.append(("sum", *sums, *(f"{total:g}" for total in per_token)))
+    yield "\nMemory in GiB. Weights, kv and prepared keys are counted, graphs and arena from shapes, runtime assumed."
+    yield from _table(rows)
+
+
+def _published_lines(modelled: dict[str, Any]) -> Iterable[str]:
+    busy = modelled["published_busy_flops_per_s"] / 1e12
+    yield (
+        "\nThe cost model against the published engine (eight W7900D, contiguous, all layers, 7.1 TFLOP/s a card on "
+        f"average, {busy:.1f} while busy). The first row fixes that rate, the second is predicted."
+    )
+    rows: list[Sequence[str]] = [("prompt tokens", "published token/s", "modelled", "error")]
+    for row in modelled["published"]:
+        rates = (f"{row['published_tokens_per_s']:,.1f}", f"{row['modelled_tokens_per_s']:,.1f}")
+        rows.append((f"{row['prompt_tokens']:,}", *rates, f"{row['error']:+.1%}"))
+    yield from _table(rows)
+
+
+def _forecast_lines(modelled: dict[str, Any]) -> Iterable[str]:
+    yield "\nForecast, modelled and not measured: cold halo prefill, token/s (idle), at TFLOP/s of a busy card."
+    rows: list[Sequence[str]] = [("prompt tokens", *(f"{flops / 1e12:g}" for flops in FORECAST_FLOPS))]
+    for tokens in dict.fromkeys(row["prompt_tokens"] for row in modelled["prefill"]):
+        cells = [row for row in modelled["prefill"] if row["prompt_tokens"] == tokens]
+        rows.append((f"{tokens:,}", *(f"{row['tokens_per_s']:,.0f} ({row['idle_share']:.0%})" for row in cells)))
+    yield from _table(rows)
+    yield (
+        f"\nForecast, modelled and not measured: decode, token/s of all requests by groups in flight, without drafts, "
+        f"{modelled['decode_history']:,} positions each, {modelled['decode_flops_per_s'] / 1e12:g} TFLOP/s."
+    )
+    rows = [("requests", *(f"G={groups}" for groups in range(1, MAX_GROUPS + 1)))]
+    for row in modelled["decode"]:
+        rates = [f"{rate:,.1f}" for rate in row["tokens_per_s_by_groups"]]
+        rows.append((str(row["requests"]), *rates, *["-"] * (MAX_GROUPS - len(rates))))
+    yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.rjust(width) for word, width in zip(row, widths, strict=True)) for row in rows]
