@@ -14,6 +14,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "data" / "traces"
 CHUNK_ROWS = (256, 512, 1024, 2048)
 STAGES = range(8)
 COMPUTE, COPY = "compute", "copy"
+# Where late work costs more than elsewhere: what is pending does not coalesce for its own stream. By chunk rows, stage
+# and delay; an arena that mends this makes the entries needless.
+KNOWN_LOOSE = {(512, 0, 16): 1.53, (512, 6, 16): 1.52, (2048, 0, 16): 1.51, (2048, 7, 16): 1.36}
 
 
 def trace_path(chunk_rows: int, stage: int) -> Path:
@@ -65,8 +68,7 @@ def test_work_that_ends_late_is_served_too(chunk_rows, stage, after):
     events = delayed(read_csv(trace_path(chunk_rows, stage)), after)
     planned = plan(events)
     check_served(events, planned)
-    # Known to be loose: what is pending does not coalesce for its own stream, and two streams cannot share it.
-    assert planned.ratio_used <= 1.6
+    assert planned.ratio_used <= KNOWN_LOOSE.get((chunk_rows, stage, after), 1.35)
     print(f"{planned.slab_bytes:,} bytes: {planned.ratio:.3f} of used + pending, {planned.ratio_used:.3f} of used")
 
 

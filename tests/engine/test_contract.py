@@ -105,6 +105,31 @@ def test_chunks_and_modes_change_nothing(model, rng):
                 assert answer(model, ids, more, mode=mode, chunk_rows=chunk_rows) == want, (n_rows, mode, chunk_rows)
 
 
+def test_the_demo_past_its_candidates_in_small_steps(demo):
+    """Chunks of 1, 7 and 64, decode at both parities, a neighbour and a way back, beyond 512 candidate positions."""
+    ids, begin, end = demo_text(demo_tokenizer.load(), 534), 521, 534
+    handle = demo.open()
+    parts = demo.prefill(handle, ids, mode="full", chunk_rows=len(ids), all_logits=True)
+    want = [bits(row) for row in parts[-1].logits_f32[begin:]]
+    demo.truncate(handle, begin)
+    assert follow(demo, handle, ids[begin : begin + 2]) == want[:2]
+    demo.close(handle)
+
+    handle, other = demo.open(), demo.open()
+    demo.prefill(handle, ids[:begin], chunk_rows=64)
+    kept = demo.snapshot(handle)
+    assert follow(demo, handle, ids[begin : begin + 4]) == want[:4]
+    for chunk_rows in (1, 7, 64):
+        demo.restore(handle, kept)
+        last = demo.prefill(handle, ids[begin:end], chunk_rows=chunk_rows)[-1]
+        assert bits(last.logits_f32[0]) == want[-1], chunk_rows
+    demo.restore(handle, kept)
+    both = demo.extend([(other, ids[:30]), (handle, ids[begin:end])], RowKind.PREFILL)
+    assert [bits(row) for row in both.logits_f32[30:]] == want
+    demo.close(handle)
+    demo.close(other)
+
+
 def test_deeper_models_keep_the_contract(deeper, rng):
     ids, more = prompt(rng, deeper, lengths(rng, deeper)[int(rng.integers(2))]), [11, 12]
     want = answer(deeper, ids, more, mode="full", chunk_rows=500)
