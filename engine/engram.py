@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocline.engine.config import ConfigError, TextConfig
 from rocline.engine.ngrams import NgramTable
+from rocline.hip_kernels.engram import engram_hash
 
 _SPACE_GUARD = "\ue000"  # private use: keeps a lone space through the strip
 _NORMALISER = normalizers.Sequence(
@@ -64,6 +65,14 @@ def load_id_map(folder: str | Path, config: TextConfig) -> np.ndarray:
     return id_map
 
 
+def table_room(n_rows: int, row_bytes: int) -> Tensor:
+    """[n_rows, row_bytes] bytes of host memory, not initialised, for a table's codes or scales.
+
+    numpy asks the kernel for huge pages, torch does not: rows far apart are read three times as fast from them.
+    """
+    return torch.from_numpy(np.empty((n_rows, row_bytes), dtype=np.uint8))
+
+
 @dataclass(frozen=True)
 class EngramTable:
     """One Engram layer's table and hash, ready for the operators.
@@ -99,3 +108,13 @@ class EngramTable:
         """Compressed ids of token ids [R, N], int64; -1 (dead, or before the start) stays -1."""
         tokens_i64 = lookback_i32.long()
         return self.map_i64[tokens_i64.clamp_min(0)].where(tokens_i64 >= 0, -1)
+
+    def hash_rows(self, lookback_i32: Tensor, rows_i64: Tensor) -> None:
+        """Fill rows_i64 [R, C] with the table rows of token ids [R, N]."""
+        lookback_i64 = self.compressed(lookback_i32)
+        engram_hash(lookback_i64, self.multipliers_i64, self.primes_i64, self.offsets_i64, self.pad, rows_i64)
+
+    def copy_rows(self, rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor) -> None:
+        """Fill codes_e4m3 [R, C, d] and scales_e8m0 [R, C, d/32] with table rows rows_i64 [R, C], as stored."""
+        for stored, out in ((self.codes_e4m3, codes_e4m3), (self.scales_e8m0, scales_e8m0)):
+            torch.index_select(stored, 0, rows_i64.flatten(), out=out.flatten(0, 1))

@@ -23,16 +23,27 @@ class GenerationError(RuntimeError):
     """A request had to end: no token could be chosen from its logits."""
 
 
-def check_prompt(config: TextConfig, prompt_ids: Sequence[int]) -> None:
-    """Raise PromptError for a prompt that is empty, leaves no room for output, or holds an id the model lacks."""
-    n_ids, context, vocab = len(prompt_ids), config.max_position_embeddings, config.vocab_size
+def check_prompt(config: TextConfig, prompt_ids: Sequence[int], context: int | None = None) -> array[int]:
+    """The prompt as an array of int32.
+
+    context  tokens that prompt and output may have together, if fewer than the model's
+    Raises PromptError for a prompt that is empty, leaves no room for output, or holds an id the model lacks.
+    """
+    n_ids, vocab = len(prompt_ids), config.vocab_size
+    context = min(context or config.max_position_embeddings, config.max_position_embeddings)
     if not n_ids:
         raise PromptError("empty prompt: at least one token id is needed")
     if n_ids >= context:
         raise PromptError(f"prompt of {n_ids} tokens: at most {context - 1} fit the model's context with a token after")
-    for place, token in enumerate(prompt_ids):
-        if not 0 <= token < vocab:
-            raise PromptError(f"prompt[{place}] = {token}: must be a token id from 0 to {vocab - 1}")
+    try:
+        ids = array("i", prompt_ids)
+        in_range = min(ids) >= 0 and max(ids) < vocab
+    except (TypeError, OverflowError):  # no integer, or past 32 bits
+        in_range = False
+    if not in_range:
+        place, token = next((p, t) for p, t in enumerate(prompt_ids) if not isinstance(t, int) or not 0 <= t < vocab)
+        raise PromptError(f"prompt[{place}] = {token!r}: must be a token id from 0 to {vocab - 1}")
+    return ids
 
 
 class Generation:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rocline.engine import scratch
+from rocline.engine.config import TextConfig
+from rocline.engine.engram_ahead import Gathered
 from rocline.engine.scratch import Lease
 from rocline.hip_kernels.rows import copy_rows, gather_rows
+
+PrefillMode = Literal["halo", "full"]
 
 
 class RowKind(Enum):
@@ -44,6 +49,12 @@ class Reach:
         if layer < self.first_layer:
             return 0
         return max(0, self.end - self.window - (self.n_layers - 1 - layer) * (self.window - 1))
+
+
+def reach_for(config: TextConfig, mode: PrefillMode, end: int) -> Reach:
+    """Reach of a prompt's rows up to `end`; of decoded and verified rows with mode "full"."""
+    first = config.kv_source_layer_ids[-1] if mode == "halo" else config.num_hidden_layers + 1
+    return Reach(end, config.sliding_window, config.num_hidden_layers, first)
 
 
 @dataclass(frozen=True)
@@ -98,8 +109,10 @@ class HandOff:
     pre_f32        [R, n] collapse weights of the next sublayer
     selected_i32   [R, K] list of the latest index source, ascending, -1 at the end; None before the first
     blocks_i32     [R, C] candidate blocks kept by the producer, ascending, -1 at the end; None before it
-    fresh          compressed rows and index keys made since the sequence's last hand-off
+    fresh          compressed rows and index keys made on the way, as far as a later visit has yet to store them
     lease          what the tensors above lie in, once the stage that made them has ended; None inside a stage
+    engram         table rows gathered for these rows; None where each Engram layer gathers its own, and after the
+                   last one. Whoever ends the rows' way before that releases it
     """
 
     spans: tuple[RowSpan, ...]
@@ -111,10 +124,16 @@ class HandOff:
     blocks_i32: Tensor | None = None
     fresh: tuple[FreshRows, ...] = ()
     lease: Lease | None = None
+    engram: Gathered | None = None
 
     @property
     def n_rows(self) -> int:
         return len(self.positions_i32)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left for later visits: no row, and no fresh row to store."""
+        return self.n_rows == 0 and not self.fresh
 
     def tensors(self) -> list[Tensor]:
         """Everything that must travel with the rows."""
@@ -173,7 +192,8 @@ class HandOff:
         if index is None:
             return self
         spans = tuple(span.from_position(floor) for span, floor in zip(self.spans, floors, strict=True))
-        return replace(self._per_row(lambda tensor: gathered(tensor, index)), spans=spans)
+        engram = self.engram and self.engram.pick(index)
+        return replace(self._per_row(lambda tensor: gathered(tensor, index)), spans=spans, engram=engram)
 
 
 def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:
@@ -181,3 +201,14 @@ def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:
     out = scratch.like(rows, len(index_i64))
     gather_rows(rows, index_i64, out)
     return out
+
+
+def bad_rows(rows: HandOff) -> list[tuple[int, int]]:
+    """(sequence, position) of the first row of each span whose residual streams are not finite."""
+    streams_bf16 = rows.streams_bf16.flatten(1)
+    # Both ends of a row's range: NaN is either, and reading twice is quicker than writing a mask.
+    finite = streams_bf16.amax(1).isfinite() & streams_bf16.amin(1).isfinite()
+    if finite.all():
+        return []
+    firsts = ((span, finite[place].logical_not().nonzero()) for span, place in rows.slices())
+    return [(span.sequence, span.start + int(bad[0])) for span, bad in firsts if len(bad)]

@@ -10,22 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
 from rocline.engine.engram import load_id_map
-from rocline.engine.handoff import Reach, RowKind, RowSpan
+from rocline.engine.handoff import PrefillMode, Reach, RowKind, RowSpan, reach_for
 from rocline.engine.layers.head import Logits, embed_rows, final_logits
-from rocline.engine.pages import PAGE_POSITIONS
+from rocline.engine.pages import PAGE_POSITIONS, PagePlanes, Pages
 from rocline.engine.record import Recorder, ignore
+from rocline.engine.routes import Route, StageLayers, routes
+from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import REWIND_ROWS, Ring
-from rocline.engine.stage import ARENA_BYTES, Stage, StageLayers
+from rocline.engine.stage import Stage
 from rocline.engine.weights import EngramHome, ModelWeights, load_weights
 
-PrefillMode = Literal["halo", "full"]
+ARENA_BYTES = 1 << 30  # of address space; a host page is committed when it is first written
 CHUNK_ROWS = 1024
 
 
@@ -35,10 +36,11 @@ class PromptError(ValueError):
 
 @dataclass(eq=False)
 class SequenceHandle:
-    """One sequence: its number in every stage and the token ids whose rows are in."""
+    """One sequence: its number in every stage, the token ids whose rows are in, and the pages that those fill."""
 
     number: int
     ids: array[int]
+    page_table: list[int]
 
     @property
     def length(self) -> int:
@@ -71,8 +73,9 @@ def split_layers(config: ModelConfig, n_stages: int, early_kv_side: bool = False
 class Model:
     """A loaded model and its open sequences, on the CPU.
 
+    stages       each runs as on a device of its own
     kv_tokens    positions that all sequences together may hold, in whole pages
-    arena_bytes  of each stage; poison and shared_key_slot as in Stage
+    arena_bytes  of each stage; poison as in StageMemory, shared_key_slot as in Stage
     """
 
     def __init__(
@@ -89,11 +92,16 @@ class Model:
         self.config = config
         self.weights = weights
         tokens = kv_tokens or config.text_config.max_position_embeddings
-        n_pages = -(-tokens // page_positions)
-        self.stages = [
-            Stage(config, work, weights.layers, n_pages, page_positions, arena_bytes, poison, shared_key_slot)
-            for work in stages or split_layers(config, 1)
-        ]
+        self.pages = Pages(-(-tokens // page_positions), page_positions)
+
+        def stage(work: StageLayers, route: Route) -> Stage:
+            planes = PagePlanes(config.text_config, route.stores, self.pages.n_pages, page_positions)
+            name = f"arena of layers {min(work.steps)}..{max(work.steps)}"
+            memory = StageMemory(arena_bytes, name=name, poison=poison)
+            return Stage(config, [work], weights.layers, planes, memory, [route], shared_key_slot)
+
+        works = stages or split_layers(config, 1)
+        self.stages = [stage(*visit) for visit in zip(works, routes(config, list(enumerate(works))), strict=True)]
         self.sequences: dict[int, SequenceHandle] = {}
         self._numbers = count()
 
@@ -115,10 +123,10 @@ class Model:
 
     def open(self) -> SequenceHandle:
         """A new, empty sequence."""
-        handle = SequenceHandle(next(self._numbers), array("i"))
+        handle = SequenceHandle(next(self._numbers), array("i"), [])
         self.sequences[handle.number] = handle
         for stage in self.stages:
-            stage.open(handle.number)
+            stage.open(handle.number, handle.page_table)
         return handle
 
     def close(self, handle: SequenceHandle) -> None:
@@ -126,6 +134,7 @@ class Model:
         if self.sequences.pop(handle.number, None):
             for stage in self.stages:
                 stage.close(handle.number)
+            self.pages.give_back(handle.page_table)
 
     def prefill(
         self,
@@ -148,7 +157,7 @@ class Model:
             raise ValueError(f"chunk_rows = {chunk_rows}: must be at least 1")
         self._check_ids(handle, ids)
         begin, end = handle.length, handle.length + len(ids)
-        reach = self._reach(mode, end)
+        reach = reach_for(self.config.text_config, mode, end)
         out = []
         for start in range(begin, end, chunk_rows):
             part = ids[start - begin : start - begin + chunk_rows]
@@ -179,7 +188,7 @@ class Model:
         spans = []
         for handle, ids in tokens:
             self._check_ids(handle, ids)
-            reach = self._reach("full", handle.length + len(ids))
+            reach = reach_for(self.config.text_config, "full", handle.length + len(ids))
             spans.append(RowSpan(handle.number, handle.length, len(ids), kind, reach, handle.length))
         return self._forward(spans, [ids for _, ids in tokens], record)
 
@@ -194,6 +203,7 @@ class Model:
         exact = all(stage.can_rewind(handle.number, length) for stage in self.stages)
         for stage in self.stages:
             stage.truncate(handle.number, length)
+        self.pages.give_back(handle.page_table, length)
         del handle.ids[length:]
         if exact:
             return
@@ -219,12 +229,8 @@ class Model:
             state = stage.sequences[handle.number]
             state.windows = {layer: ring.clone() for layer, ring in windows.items()}
             state.pairs = {layer: ring.clone() for layer, ring in pairs.items()}
+        self.pages.give_back(handle.page_table, length)
         del handle.ids[length:]
-
-    def _reach(self, mode: PrefillMode, end: int) -> Reach:
-        text = self.config.text_config
-        first = text.kv_source_layer_ids[-1] if mode == "halo" else text.num_hidden_layers + 1
-        return Reach(end, text.sliding_window, text.num_hidden_layers, first)
 
     def _check_ids(self, handle: SequenceHandle, ids: Sequence[int]) -> None:
         text = self.config.text_config
@@ -242,8 +248,7 @@ class Model:
             raise PromptError(f"token id {low if low < 0 else high}: must be 0..{text.vocab_size - 1}")
 
     def _forward(self, spans: Sequence[RowSpan], new_ids: Sequence[Sequence[int]], record: Recorder) -> Logits:
-        for stage in self.stages:
-            stage.reserve(spans)
+        self.pages.grow([(self.sequences[span.sequence].page_table, span.end) for span in spans])
         for span, ids in zip(spans, new_ids, strict=True):
             self.sequences[span.sequence].ids.extend(ids)
         try:
@@ -255,12 +260,15 @@ class Model:
 
     def _run(self, spans: Sequence[RowSpan], record: Recorder) -> Logits:
         ids = {number: handle.ids for number, handle in self.sequences.items()}
+        text, weights = self.config.text_config, self.weights
         with torch.inference_mode():
-            rows = embed_rows(self.config.text_config, self.weights.embed_bf16, tuple(spans), ids)
-            for stage in self.stages:
-                sent, rows = rows, stage.run(rows, record)
-                sent.release()
-            text = self.config.text_config
-            logits = final_logits(text, self.weights.norm_bf16, self.weights.head_bf16, rows, record)
-            rows.release()
-        return logits
+            rows = embed_rows(text, weights.embed_bf16, tuple(spans), ids)
+            try:
+                for stage in self.stages:
+                    if rows.is_spent:
+                        break
+                    sent, rows = rows, stage.run(rows, record=record)
+                    sent.release()
+                return final_logits(text, weights.norm_bf16, weights.head_bf16, rows, record)
+            finally:
+                rows.release()

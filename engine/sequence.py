@@ -1,8 +1,8 @@
-"""One sequence's state on one stage: window rings, open pairs and its page table (backbone.md section 13)."""
+"""One sequence's state on one stage: window rings and open pairs, beside its page table (backbone.md section 13)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,11 +52,17 @@ class SequenceState:
     """Rings by layer: window rows (packed, 528 B at the release's width) and pair rows of ratio-2 sources.
 
     A pair row is the FP32 value and gate of one token, [2, D]; the one before an odd length is the open pair.
+    page_table is shared with every other stage and changed by the owner of the pages alone.
     """
 
     windows: dict[int, Ring]
     pairs: dict[int, Ring]
-    page_table: list[int] = field(default_factory=list)
+    page_table: list[int]
+
+    @property
+    def table_i32(self) -> Tensor:
+        """[n_pages] the page table as operators read it."""
+        return torch.tensor(self.page_table[:], dtype=torch.int32)  # a copy: its owner may be appending to it
 
     def truncate(self, length: int) -> None:
         for ring in (*self.windows.values(), *self.pairs.values()):

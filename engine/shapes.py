@@ -18,11 +18,11 @@ from rocline.engine.checkpoint import TORCH_DTYPE
 from rocline.engine.config import ModelConfig
 from rocline.engine.layout import expected_tensors
 from rocline.engine.model import Model
-from rocline.engine.stage import StageLayers
+from rocline.engine.routes import StageLayers
 from rocline.engine.weights import NOT_LOADED, ModelWeights, model_weights, stack_of
 from rocline.hip_kernels.binding import shapes_only
 
-SLAB_BYTES = 8 << 30  # address space only: operators that compute nothing write nothing
+SLAB_BYTES = 4 << 30  # more than any plan gives an arena; address space only: nothing computes, nothing is written
 
 
 def shape_weights(config: ModelConfig) -> ModelWeights:

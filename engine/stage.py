@@ -1,48 +1,35 @@
-"""One stage: any set of layers, run on a chunk of rows of several sequences; a hand-off in, the next one out."""
+"""One stage: the work of one card, in one or two visits of each row; a hand-off in, the next one out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, gathered
+from rocline.engine.handoff import FreshRows, HandOff, RowKind, gathered
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
-from rocline.engine.pages import PAGE_POSITIONS, PagePool
+from rocline.engine.pages import PagePlanes
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.rope_rows import RopeRows, RopeTables
+from rocline.engine.routes import Route, StageLayers
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import Ring, SequenceState
 from rocline.engine.weights import LayerWeights
 from rocline.hip_kernels.formats import RowFormat
 
-ARENA_BYTES = 1 << 30  # of address space; a host page is committed when it is first written
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """What a stage runs: layers ascending, and the sources whose key/value side it makes.
-
-    A source's side may stand on an earlier stage than the layer itself (design.md section 6).
-    """
-
-    layers: tuple[int, ...]
-    kv_sides: frozenset[int]
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted({*self.layers, *self.kv_sides})
-
 
 class Stage:
-    """Layers with their weights, pages and per-sequence state.
+    """The visits of one card, with the memory, pages and per-sequence state that they share.
 
-    arena_bytes      slab for the stage's temporaries and hand-offs
-    poison           fill them with NaN before use and after (tests)
+    One thread runs a stage; any thread may open, close and truncate sequences that are not in its run.
+
+    planes           of the stage's device, shared with the other stages on it: they hold what the routes store
+    memory           slab for temporaries and hand-offs
+    routes           of each visit, from routes.routes
     shared_key_slot  reproduce the reference's decode defect (backbone.md section 7): index sources score
                      whatever keys were written last. Only for comparing with its recorded data.
     """
@@ -50,53 +37,55 @@ class Stage:
     def __init__(
         self,
         config: ModelConfig,
-        work: StageLayers,
+        visits: Sequence[StageLayers],
         weights: dict[int, LayerWeights],
-        n_pages: int,
-        page_positions: int = PAGE_POSITIONS,
-        arena_bytes: int = ARENA_BYTES,
-        poison: bool = False,
+        planes: PagePlanes,
+        memory: StageMemory,
+        routes: Sequence[Route],
         shared_key_slot: bool = False,
     ) -> None:
         self.config = config.text_config
-        for layer in {*work.layers} ^ work.kv_sides:
-            role = self.config.layers[layer]
-            if role.owns_rows and role.engram is not None:
-                raise ValueError(f"layer {layer} adds Engram: its key/value side must be on the stage of the layer")
-        self.work = work
+        for visit in visits:
+            for layer in {*visit.layers} ^ visit.kv_sides:
+                role = self.config.layers[layer]
+                if role.owns_rows and role.engram is not None:
+                    raise ValueError(f"layer {layer} adds Engram: its key/value side must be in the visit of the layer")
+        self.visits = tuple(visits)
+        self.routes = tuple(routes)
         self.weights = weights
+        self.planes = planes
+        self.memory = memory
         self.sequences: dict[int, SequenceState] = {}
         self._tables = RopeTables(self.config)
-        roles = [self.config.layers[layer] for layer in work.layers]
-        self.sources = {role.kv_source for role in roles if role.kv_source is not None} | work.kv_sides
-        self.pool = PagePool(self.config, self.sources, n_pages, page_positions)
-        first, last = min(work.steps), max(work.steps)
-        self.memory = StageMemory(arena_bytes, name=f"arena of layers {first}..{last}", poison=poison)
         self._shared_key_slot = shared_key_slot
         self._last_keys: int | None = None
 
-    def open(self, sequence: int) -> None:
-        """Begin a sequence with nothing in it."""
+    def open(self, sequence: int, page_table: list[int]) -> None:
+        """Begin a sequence with nothing in it. The owner of its page table keeps that long enough for all rows."""
         config = self.config
         row_bytes = RowFormat("window", config.head_dim).row_bytes
         self.sequences[sequence] = SequenceState(
-            windows={layer: Ring(config.sliding_window, (row_bytes,), torch.uint8) for layer in self.work.layers},
-            pairs={
-                layer: Ring(1, (2, config.head_dim), torch.float32)
-                for layer in self.work.kv_sides
-                if config.layers[layer].ratio == 2
+            windows={
+                layer: Ring(config.sliding_window, (row_bytes,), torch.uint8)
+                for visit in self.visits
+                for layer in visit.layers
             },
+            pairs={
+                source: Ring(1, (2, config.head_dim), torch.float32)
+                for visit in self.visits
+                for source in visit.kv_sides
+                if config.layers[source].ratio == 2
+            },
+            page_table=page_table,
         )
 
     def close(self, sequence: int) -> None:
-        """Forget a sequence and free its pages."""
-        self.pool.give_back(self.sequences.pop(sequence).page_table)
+        """Forget a sequence. Its pages are their owner's to give back."""
+        del self.sequences[sequence]
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drop rows from `length` on. Exact within the last REWIND_ROWS rows; farther back rings come up empty."""
-        state = self.sequences[sequence]
-        state.truncate(length)
-        self.pool.give_back(state.page_table, length)
+        self.sequences[sequence].truncate(length)
 
     def can_rewind(self, sequence: int, length: int) -> bool:
         """Whether the state after `length` rows can be had by dropping rows alone."""
@@ -104,30 +93,50 @@ class Stage:
         windows = all(ring.first <= max(0, length - window + 1) for ring in state.windows.values())
         return windows and all(ring.first <= length - length % 2 for ring in state.pairs.values())
 
-    def reserve(self, spans: Sequence[RowSpan]) -> None:
-        """Take the pages that these rows will fill. Raises OutOfPages, with nothing changed."""
-        if self.sources:
-            self.pool.grow([(self.sequences[span.sequence].page_table, span.end) for span in spans])
+    def run(
+        self,
+        rows: HandOff | Callable[[], HandOff],
+        visit: int = 0,
+        *,
+        between: Callable[[], None] = lambda: None,
+        record: Recorder = ignore,
+    ) -> HandOff:
+        """Run a visit over rows whose page tables are long enough.
 
-    def run(self, rows: HandOff, record: Recorder = ignore) -> HandOff:
-        """Run the stage's layers over rows whose pages are reserved.
+        rows     a hand-off, which is copied before anything else; or what puts one of the caller's own into this
+                 stage's memory (scratch), called where the copy would be made
+        between  called between two layers. It may run other sequences' rows through this stage, in any visit; what
+                 it raises ends this run
 
-        The input is copied first and may be released; the result lies in this stage's memory until its
-        lease is released. Raises ArenaFull when the chunk does not fit.
+        The result lies in this stage's memory until its lease is released. Of the fresh rows it has those that a
+        later visit still needs. Raises ArenaFull when the chunk does not fit.
         """
-        with scratch.use(self.memory), self.memory.scope():
-            rows = rows.copied()
+        work, route = self.visits[visit], self.routes[visit]
+        with torch.inference_mode(), scratch.use(self.memory), self.memory.scope():
+            rows = rows() if callable(rows) else rows.copied()
             for fresh in rows.fresh:
-                if fresh.source in self.sources and fresh.source not in self.work.kv_sides:
+                if fresh.source in route.stores:
                     self._store(fresh)
-            for layer in self.work.steps:
-                rows = self._step(layer, rows, record)
+            rows = self._forwarded(rows, route)
+            for at, layer in enumerate(work.steps):
+                if at:
+                    between()
+                rows = self._step(work, layer, rows, record)
+            rows = self._forwarded(rows, route)
             return replace(rows, lease=self.memory.lease(rows.tensors()))
 
-    def _step(self, layer: int, rows: HandOff, record: Recorder) -> HandOff:
+    def _forwarded(self, rows: HandOff, route: Route) -> HandOff:
+        """The rows without the fresh ones that no later visit needs."""
+        spent = [fresh for fresh in rows.fresh if fresh.source not in route.forwards]
+        if not spent:
+            return rows
+        self.memory.free(tensor for fresh in spent for tensor in (fresh.rows_u8, fresh.keys_u8))
+        return replace(rows, fresh=tuple(fresh for fresh in rows.fresh if fresh.source in route.forwards))
+
+    def _step(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
         """One layer; of its temporaries only the new hand-off stays, and of the old one what that still refers to."""
         with self.memory.scope():
-            new = self._run_layer(layer, rows, record)
+            new = self._run_layer(work, layer, rows, record)
             before = {tensor.data_ptr() for tensor in rows.tensors()}
             self.memory.keep(tensor for tensor in new.tensors() if tensor.data_ptr() not in before)
         after = {tensor.data_ptr() for tensor in new.tensors()}
@@ -135,19 +144,18 @@ class Stage:
         return new
 
     def _store(self, fresh: FreshRows) -> None:
-        table = self.sequences[fresh.sequence].page_table
-        self.pool.write(fresh.source, table, fresh.first, fresh.rows_u8, fresh.keys_u8)
+        table_i32 = self.sequences[fresh.sequence].table_i32
+        self.planes.write(fresh.source, table_i32, fresh.first, fresh.rows_u8, fresh.keys_u8)
         if len(fresh.keys_u8):
             self._last_keys = fresh.source
 
-    def _run_layer(self, layer: int, rows: HandOff, record: Recorder) -> HandOff:
+    def _run_layer(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
         role, weights, config = self.config.layers[layer], self.weights[layer], self.config
-        if role.engram is not None and layer in self.work.layers and rows.n_rows:
-            assert weights.engram is not None
-            streams.add_engram(config, weights.engram, layer, rows.streams_bf16, rows.lookback_i32, record)
-        if layer in self.work.kv_sides:
+        if role.engram is not None and layer in work.layers:
+            rows = self._engram(role, weights, rows, record)
+        if layer in work.kv_sides:
             rows = self._kv_side(role, weights, rows, record)
-        if layer not in self.work.layers:
+        if layer not in work.layers:
             return rows
         record(layer, "x_in", rows.streams_bf16)
         record(layer, "pre_in", rows.pre_f32)
@@ -163,6 +171,17 @@ class Stage:
         _record_mix(record, layer, "hc_ffn", mixed)
         record(layer, "x_out", rows.streams_bf16)
         return replace(rows, pre_f32=mixed.pre_f32)
+
+    def _engram(self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder) -> HandOff:
+        """The rows after the layer's Engram addition; rows gathered ahead are let go after the last such layer."""
+        assert weights.engram is not None
+        if rows.n_rows:
+            args = rows.streams_bf16, rows.lookback_i32, rows.engram
+            streams.add_engram(self.config, weights.engram, role.layer, *args, record)
+        if rows.engram and role.layer == max(self.config.engram_layer_ids):
+            rows.engram.release()
+            rows = replace(rows, engram=None)
+        return rows
 
     def _kv_side(self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder) -> HandOff:
         """Compressed rows and index keys of all rows present; then only those go on that the layer itself needs."""
@@ -212,9 +231,8 @@ class Stage:
             attention.attend(
                 config,
                 w.sink_f32,
-                role.kv_source,
-                state,
-                self.pool,
+                None if role.kv_source is None else self.planes.rows_u8[role.kv_source],
+                None if role.kv_source is None else state.table_i32,
                 state.windows[layer],
                 span,
                 fresh_u8[place],
@@ -255,9 +273,8 @@ class Stage:
             indexer.select(
                 config,
                 role,
-                self.pool,
-                self.sequences[span.sequence].page_table,
-                keys,
+                self.planes.keys_u8[keys],
+                self.sequences[span.sequence].table_i32,
                 span,
                 q_rows_u8[place],
                 weights_bf16[place],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocline.engine.checkpoint import TORCH_DTYPE, Checkpoint
 from rocline.engine.config import TextConfig
-from rocline.engine.engram import EngramTable
+from rocline.engine.engram import EngramTable, table_room
 from rocline.engine.layers.attention import AttentionWeights
 from rocline.engine.layers.compressor import CompressorWeights
 from rocline.engine.layers.experts import ExpertWeights
@@ -106,7 +106,8 @@ def _read(
         spec = checkpoint.tensors[name].spec
         dtype = TORCH_DTYPE[spec.dtype]
         if ".ffn.experts." not in name:
-            loaded[name] = torch.empty(spec.shape, dtype=dtype)
+            is_table = _is_table(name, spec.component)
+            loaded[name] = table_room(*spec.shape) if is_table else torch.empty(spec.shape, dtype=dtype)
             continue
         stack, expert = stack_of(name)
         if stack not in stacks:

@@ -77,8 +77,23 @@ def engram_gather(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor, out
 
 def engram_gather_ref(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor) -> Tensor:
     """[R, C * d] FP32, exact in BF16; see engram_gather for the shapes."""
-    codes_f32 = e4m3_decode(codes_e4m3[rows_i64]).unflatten(-1, (scales_e8m0.shape[1], -1))
-    return (codes_f32 * e8m0_decode(scales_e8m0[rows_i64]).unsqueeze(-1)).flatten(1)
+    return engram_decode_ref(codes_e4m3[rows_i64], scales_e8m0[rows_i64]).flatten(1)
+
+
+def engram_decode(codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
+    """Fill out_bf16 [N, d] from table rows that the host has gathered: codes_e4m3 [N, d], scales_e8m0 [N, d/32]."""
+    bind_dims(
+        "engram_decode",
+        "N",
+        {"codes_e4m3 N D": codes_e4m3, "scales_e8m0 N G": scales_e8m0, "out_bf16 N D": out_bf16},
+    )
+    run_slabs(engram_decode_ref, (codes_e4m3, scales_e8m0), out_bf16)
+
+
+def engram_decode_ref(codes_e4m3: Tensor, scales_e8m0: Tensor) -> Tensor:
+    """[..., d] FP32, exact in BF16, from codes_e4m3 [..., d] and scales_e8m0 [..., d/32]."""
+    codes_f32 = e4m3_decode(codes_e4m3).unflatten(-1, (scales_e8m0.shape[-1], -1))
+    return (codes_f32 * e8m0_decode(scales_e8m0).unsqueeze(-1)).flatten(-2)
 
 
 def engram_gate_ref(

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
-from rocline.engine.handoff import FreshRows, HandOff, Reach, RowKind, RowSpan
+from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, reach_for
 from rocline.engine.layers import attention, compressor, experts, indexer
 from rocline.engine.layers.head import embed_rows, final_logits
-from rocline.engine.model import Model
+from rocline.engine.model import ARENA_BYTES, Model
+from rocline.engine.pages import PagePlanes
 from rocline.engine.rope_rows import RopeTables
-from rocline.engine.stage import Stage, StageLayers
+from rocline.engine.routes import Route, StageLayers
+from rocline.engine.scratch import StageMemory
+from rocline.engine.stage import Stage
 from rocline.hip_kernels import index_score, selection
 from rocline.hip_kernels.formats import RowFormat
 from rocline.tools.golden_ops import block_mask
@@ -127,7 +130,7 @@ class Trace:
         self.tensors = tensors
         self.ids = tensors["ids"].tolist()
         self.n_rows = len(self.ids)
-        self.reach = Reach(self.n_rows, config.sliding_window, config.num_hidden_layers, config.num_hidden_layers + 1)
+        self.reach = reach_for(config, "full", self.n_rows)
         self.span = RowSpan(0, 0, self.n_rows, RowKind.PREFILL, self.reach, 0)
         self.window_format = RowFormat("window", config.head_dim)
         self.row_format = RowFormat("compressed", config.head_dim)
@@ -221,9 +224,11 @@ def _run_layer(model: Model, trace: Trace, start: HandOff, role: LayerRole) -> t
     layer = role.layer
     work = StageLayers((layer,), frozenset({layer} if role.owns_rows else ()))
     page = -(-trace.n_rows // trace.config.candidate_block_size) * 2 * trace.config.candidate_block_size
-    stage = Stage(model.config, work, model.weights.layers, n_pages=1, page_positions=page)
-    stage.open(0)
-    stage.reserve([trace.span])
+    sources = frozenset(() if role.kv_source is None else (role.kv_source,))
+    planes = PagePlanes(trace.config, sources, n_pages=1, page_positions=page)
+    memory = StageMemory(ARENA_BYTES, name=f"arena of layer {layer}")
+    stage = Stage(model.config, [work], model.weights.layers, planes, memory, [Route(sources, frozenset())])
+    stage.open(0, page_table=[0])
     got: dict[str, Tensor] = {}
 
     def record(layer: int, field: str, value: Tensor) -> None:
@@ -233,7 +238,7 @@ def _run_layer(model: Model, trace: Trace, start: HandOff, role: LayerRole) -> t
             value = torch.cat((got[field], value)) if field in got else value
         got["cand_keep" if field == "cand_blocks" else field] = value.clone()
 
-    return got, stage.run(trace.hand_off(start, role), record)
+    return got, stage.run(trace.hand_off(start, role), record=record)
 
 
 def _compare_layer(trace: Trace, role: LayerRole, got: Fields, want: Fields, tallies: Tallies) -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.handoff import RowSpan
-from rocline.engine.pages import PagePool
 from rocline.engine.record import Recorder
 from rocline.engine.rope_rows import RopeRows
-from rocline.engine.sequence import Ring, SequenceState
+from rocline.engine.sequence import Ring
 from rocline.hip_kernels.attention import attention
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.grouped_projection import grouped_projection
@@ -65,9 +64,8 @@ def window_rows(config: TextConfig, weights: AttentionWeights, u_bf16: Tensor, t
 def attend(
     config: TextConfig,
     sink_f32: Tensor,
-    source: int | None,
-    state: SequenceState,
-    pool: PagePool,
+    rows_u8: Tensor | None,
+    table_i32: Tensor | None,
     ring: Ring,
     span: RowSpan,
     fresh_u8: Tensor,
@@ -76,7 +74,8 @@ def attend(
 ) -> None:
     """Turn the queries of a span's last A rows into head outputs, and move the layer's ring past the span.
 
-    fresh_u8 [n_rows, bytes] the span's window rows; q_bf16 [A, H, hd], in place; selected_i32 [A, K], None at ratio 0.
+    fresh_u8 [n_rows, bytes] the span's window rows; q_bf16 [A, H, hd], in place. The source's rows_u8 in pages, the
+    sequence's table_i32 and selected_i32 [A, K] are None at ratio 0.
     """
     if not span.n_rows:
         return
@@ -99,8 +98,8 @@ def attend(
         first - base,
         positions - first + 1,
         window,
-        None if source is None else pool.rows_u8[source],
-        None if source is None else torch.tensor(state.page_table, dtype=torch.int32),
+        rows_u8,
+        table_i32,
         selected_i32,
         sink_f32,
         q_bf16,

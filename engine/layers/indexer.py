@@ -10,7 +10,6 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
 from rocline.engine.handoff import RowSpan
-from rocline.engine.pages import PagePool
 from rocline.engine.record import Recorder
 from rocline.engine.rope_rows import RopeRows
 from rocline.hip_kernels.formats import RowFormat
@@ -50,9 +49,8 @@ def head_weights(config: TextConfig, weights: IndexerWeights, u_bf16: Tensor) ->
 def select(
     config: TextConfig,
     role: LayerRole,
-    pool: PagePool,
-    page_table: list[int],
-    key_source: int,
+    keys_u8: Tensor,
+    table_i32: Tensor,
     span: RowSpan,
     q_rows_u8: Tensor,
     weights_bf16: Tensor,
@@ -60,8 +58,10 @@ def select(
     blocks_i32: Tensor | None,
     record: Recorder,
 ) -> None:
-    """Fill selected_i32 [n_rows, K] for a span's rows; a producer fills blocks_i32 [n_rows, C], a consumer reads it."""
-    table_i32 = torch.tensor(page_table, dtype=torch.int32)
+    """Fill selected_i32 [n_rows, K] for a span's rows; a producer fills blocks_i32 [n_rows, C], a consumer reads it.
+
+    keys_u8 are the source's index keys in pages, table_i32 the sequence's page table.
+    """
     positions_i32 = torch.arange(span.start, span.end, dtype=torch.int32)
     visible_i32 = torch.div(positions_i32 + 1, role.ratio, rounding_mode="floor").int()
     most_scores = min(SCORE_ROWS, span.n_rows) * int(visible_i32[-1]) if span.n_rows else 0
@@ -71,7 +71,7 @@ def select(
         visible = visible_i32[part]
         width = int(visible[-1])
         scores_f32 = room_f32[: len(visible) * width].view(len(visible), width)
-        index_score(q_rows_u8[part], weights_bf16[part], pool.keys_u8[key_source], table_i32, visible, scores_f32)
+        index_score(q_rows_u8[part], weights_bf16[part], keys_u8, table_i32, visible, scores_f32)
         blocks = None
         if blocks_i32 is not None and role.writes_candidates:
             candidate_blocks(scores_f32, visible, config.candidate_block_size, blocks_i32[part])

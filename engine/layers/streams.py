@@ -11,8 +11,9 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
+from rocline.engine.engram_ahead import Gathered
 from rocline.engine.record import Recorder
-from rocline.hip_kernels.engram import engram_gate, engram_gather, engram_hash
+from rocline.hip_kernels.engram import engram_decode, engram_gate, engram_gather
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_merge, mhc_mix
 
@@ -69,21 +70,30 @@ def add_engram(
     layer: int,
     streams_bf16: Tensor,
     lookback_i32: Tensor,
+    ahead: Gathered | None,
     record: Recorder,
 ) -> None:
-    """Add the gated table value of each row's n-grams to the streams [R, n, D], before the layer's statistics."""
+    """Add the gated table value of each row's n-grams to the streams [R, n, D], before the layer's statistics.
+
+    lookback_i32 [R, N] as in HandOff; `ahead` has the table rows where they were gathered before.
+    """
     record(layer, "x_pre_engram", streams_bf16)
     n_rows, n, width = streams_bf16.shape
     table = weights.table
-    lookback_i64 = table.compressed(lookback_i32)
-    rows_i64 = scratch.i64(n_rows, len(table.primes_i64))
-    engram_hash(lookback_i64, table.multipliers_i64, table.primes_i64, table.offsets_i64, table.pad, rows_i64)
-    values_bf16 = scratch.bf16(n_rows, config.engram_width)
-    engram_gather(rows_i64, table.codes_e4m3, table.scales_e8m0, values_bf16)
+    if ahead:
+        rows_i64, codes_e4m3, scales_e8m0 = ahead.take(layer)
+        values_bf16 = scratch.bf16(n_rows, config.engram_width)
+        by_column_bf16 = values_bf16.view(-1, codes_e4m3.shape[2])
+        engram_decode(codes_e4m3.flatten(0, 1), scales_e8m0.flatten(0, 1), by_column_bf16)
+    else:
+        rows_i64 = scratch.i64(n_rows, len(table.primes_i64))
+        table.hash_rows(lookback_i32, rows_i64)
+        values_bf16 = scratch.bf16(n_rows, config.engram_width)
+        engram_gather(rows_i64, table.codes_e4m3, table.scales_e8m0, values_bf16)
     kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
     fp8_linear(values_bf16, weights.wkv, kv_bf16)
     gates_f32 = scratch.f32(n_rows, n)
-    alive_u8 = (lookback_i64[:, 0] >= 0).to(torch.uint8)
+    alive_u8 = (lookback_i32[:, 0] >= 0).to(torch.uint8)
     engram_gate(
         streams_bf16,
         kv_bf16,

@@ -59,8 +59,8 @@ def follow(model, handle, ids: Sequence[int]) -> list[bytes]:
 def poison(model):
     """Free pages full of NaN codes: a row that is read without having been written shows."""
     for stage in model.stages:
-        for plane in (*stage.pool.rows_u8.values(), *stage.pool.keys_u8.values()):
-            plane[stage.pool._free] = 0xFF
+        for plane in (*stage.planes.rows_u8.values(), *stage.planes.keys_u8.values()):
+            plane[model.pages._free] = 0xFF
 
 
 def answer(model, ids, more, **options) -> str:
@@ -352,11 +352,10 @@ def test_the_candidate_restriction_changes_selections(model, rng):
 
 
 def test_pages_come_back(model, rng):
-    pool, opened = model.stages[0].pool, len(model.sequences)
-    before = pool.n_free
+    before, opened = model.pages.n_free, len(model.sequences)
     for _ in range(3):
         answer(model, prompt(rng, model, 130), [9, 10])
-    assert pool.n_free == before
+    assert model.pages.n_free == before
     assert len(model.sequences) == opened
 
 

@@ -168,14 +168,10 @@ def test_a_token_the_model_lacks_is_refused(model):
         Generation(model, PROMPT, replace(GREEDY, stop_token_ids=(512,)))
 
 
-def free_pages(model):
-    return [stage.pool.n_free for stage in model.stages]
-
-
 def test_logits_that_are_not_finite_end_the_request_by_name(own_model):
     first = generate(own_model).output_ids[0]
     assert first not in PROMPT
-    pages = free_pages(own_model)
+    pages = own_model.pages.n_free
     own_model.weights.embed_bf16[first] = float("nan")
     generation = Generation(own_model, PROMPT, GREEDY)
     assert next(iter(generation)) == first
@@ -184,7 +180,7 @@ def test_logits_that_are_not_finite_end_the_request_by_name(own_model):
     assert list(generation.output_ids) == [first]
     assert list(generation) == []
     assert not own_model.sequences
-    assert free_pages(own_model) == pages
+    assert own_model.pages.n_free == pages
 
 
 def test_nothing_left_to_choose_ends_the_request(model):
@@ -200,12 +196,12 @@ def test_a_score_that_overflows_ends_the_request(own_model):
 
 
 def test_giving_up_frees_the_rows(model):
-    pages = free_pages(model)
+    pages = model.pages.n_free
     generation = Generation(model, PROMPT, GREEDY)
     next(iter(generation))
     assert len(model.sequences) == 1
     generation.close()
     assert not model.sequences
-    assert free_pages(model) == pages
+    assert model.pages.n_free == pages
     assert list(generation) == []
     assert generation.finish_reason is None

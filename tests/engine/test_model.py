@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from rocline.arena.spans import ArenaFull
 from rocline.engine.handoff import RowKind
 from rocline.engine.model import Model, PromptError, split_layers
+from rocline.engine.routes import StageLayers
 from rocline.engine.shards import CheckpointError
-from rocline.engine.stage import Stage, StageLayers
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_wrong_prompts_are_refused_before_anything_runs(model, ids, message):
     with pytest.raises(PromptError, match=message):
         model.prefill(handle, ids)
     assert handle.length == 0
-    assert model.stages[0].sequences[handle.number].page_table == []
+    assert handle.page_table == []
     model.close(handle)
 
 
@@ -162,7 +162,9 @@ def test_a_key_value_side_stays_with_its_engram_layer(model):
     """Engram changes the streams that the source reads, so micro's layer 1 cannot be split."""
     assert model.config.text_config.layers[1].engram == 0
     with pytest.raises(ValueError, match="layer 1 adds Engram"):
-        Stage(model.config, StageLayers((0,), frozenset({1})), model.weights.layers, n_pages=1)
+        Model(
+            model.config, model.weights, [StageLayers((0,), frozenset({1})), StageLayers((1, 2, 3, 4), frozenset({2}))]
+        )
     assert [s.kv_sides for s in split_layers(model.config, 5, early_kv_side=True)] == [
         frozenset(),
         frozenset({1, 2}),

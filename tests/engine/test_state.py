@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocline.engine.config import ModelConfig
-from rocline.engine.handoff import HandOff, Reach, RowKind, RowSpan
-from rocline.engine.pages import OutOfPages, PagePool
+from rocline.engine.handoff import HandOff, Reach, RowKind, RowSpan, reach_for
+from rocline.engine.pages import OutOfPages, PagePlanes, Pages
 from rocline.engine.release import release_config
 from rocline.engine.sequence import REWIND_ROWS, Ring
 
@@ -63,50 +63,51 @@ def text(data_folder):
     return ModelConfig.load(data_folder / "micro" / "model").text_config
 
 
-def test_pages_are_given_all_or_none_and_come_back(text):
-    pool = PagePool(text, {1, 2}, n_pages=5, page_positions=16)
+def test_pages_are_given_all_or_none_and_come_back():
+    pages = Pages(5, page_positions=16)
+    assert [pages.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
     first, second = [], []
-    pool.grow([(first, 17), (second, 16)])
-    assert (len(first), len(second), pool.n_free) == (2, 1, 2)
-    pool.grow([(first, 32), (second, 1)])  # nothing more is needed
+    pages.grow([(first, 17), (second, 16)])
+    assert (len(first), len(second), pages.n_free) == (2, 1, 2)
+    pages.grow([(first, 32), (second, 1)])  # nothing more is needed
     assert (len(first), len(second)) == (2, 1)
     with pytest.raises(OutOfPages, match=r"112 positions need 4 more pages of 16; 2 of 5 are free"):
-        pool.grow([(first, 48), (second, 64)])
-    assert (len(first), len(second), pool.n_free) == (2, 1, 2)
-    pool.give_back(first, 16)
-    assert (len(first), pool.n_free) == (1, 3)
-    pool.give_back(first)
-    pool.give_back(second)
-    assert pool.n_free == 5
+        pages.grow([(first, 48), (second, 64)])
+    assert (len(first), len(second), pages.n_free) == (2, 1, 2)
+    pages.give_back(first, 16)
+    assert (len(first), pages.n_free) == (1, 3)
+    pages.give_back(first)
+    pages.give_back(second)
+    assert pages.n_free == 5
 
 
 def test_rows_are_written_across_pages(text):
-    pool = PagePool(text, {1, 2}, n_pages=6, page_positions=16)
-    table = [4, 0, 5]
-    rows = torch.arange(20 * pool.row_format.row_bytes).view(20, -1).to(torch.uint8)
-    keys = torch.arange(20 * pool.key_format.row_bytes).view(20, -1).to(torch.uint8)
-    pool.write(1, table, 3, rows, keys)  # source 1 has ratio 2: 8 rows a page
-    assert torch.equal(pool.rows_u8[1][4, 3:], rows[:5])
-    assert torch.equal(pool.rows_u8[1][0], rows[5:13])
-    assert torch.equal(pool.keys_u8[1][5, :7], keys[13:])
-    assert not pool.rows_u8[2].any()
+    planes = PagePlanes(text, {1, 2}, n_pages=6, page_positions=16)
+    table = torch.tensor([4, 0, 5], dtype=torch.int32)
+    rows = torch.arange(20 * planes.row_format.row_bytes).view(20, -1).to(torch.uint8)
+    keys = torch.arange(20 * planes.key_format.row_bytes).view(20, -1).to(torch.uint8)
+    planes.write(1, table, 3, rows, keys)  # source 1 has ratio 2: 8 rows a page
+    assert torch.equal(planes.rows_u8[1][4, 3:], rows[:5])
+    assert torch.equal(planes.rows_u8[1][0], rows[5:13])
+    assert torch.equal(planes.keys_u8[1][5, :7], keys[13:])
+    assert not planes.rows_u8[2].any()
 
 
 def test_a_page_never_cuts_a_pair_or_a_candidate_block(text):
     with pytest.raises(ValueError, match="page_positions = 12"):
-        PagePool(text, {1}, n_pages=1, page_positions=12)
+        PagePlanes(text, {1}, n_pages=1, page_positions=12)
 
 
 def test_the_releases_halo():
     """Design.md section 5: 2,541 window rows and 2,414 attention rows at layer 20."""
     text = release_config().text_config
     end = 261_933
-    reach = Reach(end, text.sliding_window, text.num_hidden_layers, text.kv_source_layer_ids[-1])
+    reach = reach_for(text, "halo", end)
     assert end - reach.floor(20) == 2541
     assert end - reach.floor(21) == end - reach.enters(21) == 2414
     assert [end - reach.floor(layer) for layer in (38, 39, 40)] == [255, 128, 1]
     assert [reach.enters(layer) for layer in (0, 1, 19, 20)] == [0, 0, 0, 0]
-    full = Reach(end, text.sliding_window, text.num_hidden_layers, text.num_hidden_layers + 1)
+    full = reach_for(text, "full", end)
     assert [full.enters(layer) for layer in (0, 20, 40)] == [0, 0, 0]
     again = Reach(end, text.sliding_window, text.num_hidden_layers, 0)
     assert end - again.floor(0) == 128 + 39 * 127

@@ -1,0 +1,221 @@
+"""Engram's table rows, gathered on host threads before the stages that add them (design.md section 8)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from queue import PriorityQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.engine.engram import EngramTable
+from rocline.hip_kernels.rows import gather_rows
+
+# That a thread gathers at a time, 6,144 table rows at the release's width: 1 to 2 ms. Half as many spend a third of
+# their time in Python.
+PIECE_ROWS = 256
+LEAST_CAPACITY = 16  # rows of the smallest buffer
+
+
+class EngramAheadError(RuntimeError):
+    """Table rows that will not come: they could not be gathered, or were given back before."""
+
+
+class TableRows(NamedTuple):
+    """rows_i64 [R, C] table rows of each column; codes_e4m3 [R, C, d] and scales_e8m0 [R, C, d/32] as stored."""
+
+    rows_i64: Tensor
+    codes_e4m3: Tensor
+    scales_e8m0: Tensor
+
+    def part(self, place: slice) -> TableRows:
+        return TableRows(*(tensor[place] for tensor in self))
+
+
+Buffer = Mapping[int, TableRows]  # by layer, of some capacity of rows
+
+
+@dataclass(eq=False)
+class _Work:
+    """One hand-off's gathering. What changes is changed under the lock of its EngramAhead.
+
+    buffer  where `rows` are the first ones
+    n_left  by layer, pieces not gathered yet
+    """
+
+    capacity: int
+    buffer: Buffer
+    rows: Buffer
+    n_left: dict[int, int]
+    done: dict[int, threading.Event]
+    errors: dict[int, Exception] = field(default_factory=dict)
+    wait_s: float = 0.0
+    released: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Table rows of a hand-off's rows, of every Engram layer, there or on their way.
+
+    index_i64 [R] says which of the gathered rows the hand-off still has; None: all.
+    """
+
+    _ahead: EngramAhead
+    _work: _Work
+    _index_i64: Tensor | None = None
+
+    def take(self, layer: int) -> TableRows:
+        """The layer's table rows, waited for. They are only lent, until `release`.
+
+        Raises EngramAheadError when they could not be gathered, or have been released.
+        """
+        rows = self._ahead._take(self._work, layer)
+        if self._index_i64 is None:
+            return rows
+        picked = TableRows(*(scratch.like(tensor, len(self._index_i64)) for tensor in rows))
+        for tensor, out in zip(rows, picked, strict=True):
+            gather_rows(tensor, self._index_i64, out)
+        return picked
+
+    def pick(self, index_i64: Tensor) -> Gathered:
+        """Only these rows [n]."""
+        index_i64 = index_i64 if self._index_i64 is None else self._index_i64[index_i64]
+        return replace(self, _index_i64=index_i64)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that `take` has waited."""
+        return self._work.wait_s
+
+    def release(self) -> None:
+        """Nobody needs the rows any more. At any moment, by any thread, and again."""
+        self._ahead._release(self._work)
+
+
+class EngramAhead:
+    """Threads that hash and gather; the smallest hand-off first, so that a decode step waits for no chunk.
+
+    tables  by layer. Their rows are read without the interpreter's lock, from memory or from a mapped file
+    """
+
+    def __init__(self, tables: Mapping[int, EngramTable], n_threads: int = 4) -> None:
+        self._tables = dict(sorted(tables.items()))
+        self._queue: PriorityQueue[tuple[float, int, Callable[[], None] | None]] = PriorityQueue()
+        self._tickets = count()
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)  # by capacity
+        self._closed = False
+        self.wait_s = 0.0  # that all takers together have waited
+        self.n_lent = 0  # hand-offs whose rows have not been released, or are still being written
+        self._threads = [threading.Thread(target=self._run, name=f"engram {n}", daemon=True) for n in range(n_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, lookback_i32: Tensor) -> Gathered:
+        """Begin to gather for rows with lookback_i32 [R, N] (as in HandOff). Raises EngramAheadError once closed."""
+        lookback_i32 = lookback_i32.clone()  # the caller's may be gone before the threads come to it
+        n_rows = len(lookback_i32)
+        pieces = [slice(start, min(start + PIECE_ROWS, n_rows)) for start in range(0, n_rows, PIECE_ROWS)]
+        with self._lock:
+            if self._closed:
+                raise EngramAheadError("engram: closed; open the engine again")
+            capacity = max(LEAST_CAPACITY, 1 << (n_rows - 1).bit_length())
+            buffer = self._buffer(capacity)
+            work = _Work(
+                capacity,
+                buffer,
+                rows={layer: whole.part(slice(n_rows)) for layer, whole in buffer.items()},
+                n_left=dict.fromkeys(self._tables, len(pieces)),
+                done={layer: threading.Event() for layer in self._tables},
+            )
+            self.n_lent += 1
+            for layer in self._tables:  # the first layer's rows are needed first
+                for place in pieces:
+                    self._put(n_rows, self._piece(work, layer, lookback_i32, place))
+                if not pieces:
+                    work.done[layer].set()
+        return Gathered(self, work)
+
+    def close(self) -> None:
+        """Stop the threads. What is not gathered yet fails where it is taken. Harmless twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._put(float("inf"), None)
+        for thread in self._threads:
+            thread.join()
+
+    def _put(self, n_rows: float, piece: Callable[[], None] | None) -> None:
+        self._queue.put((n_rows, next(self._tickets), piece))
+
+    def _buffer(self, capacity: int) -> Buffer:
+        if self._free[capacity]:
+            return self._free[capacity].pop()
+        return {layer: _room(table, capacity) for layer, table in self._tables.items()}
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # the threads here are the parallelism
+        while piece := self._queue.get()[2]:
+            piece()
+
+    def _piece(self, work: _Work, layer: int, lookback_i32: Tensor, place: slice) -> Callable[[], None]:
+        def gather() -> None:
+            try:
+                if self._closed:
+                    raise EngramAheadError("closed")
+                if not work.released:
+                    table, out = self._tables[layer], work.rows[layer].part(place)
+                    table.hash_rows(lookback_i32[place], out.rows_i64)
+                    table.copy_rows(out.rows_i64, out.codes_e4m3, out.scales_e8m0)
+            except Exception as error:  # whatever it is, the stage that takes these rows must know
+                work.errors[layer] = error
+            with self._lock:
+                work.n_left[layer] -= 1
+                if not work.n_left[layer]:
+                    work.done[layer].set()
+                if work.released:
+                    self._reuse(work)
+
+        return gather
+
+    def _take(self, work: _Work, layer: int) -> TableRows:
+        began_s = time.perf_counter()
+        work.done[layer].wait()
+        waited_s = time.perf_counter() - began_s
+        with self._lock:
+            self.wait_s += waited_s
+            work.wait_s += waited_s
+            if work.released:
+                raise EngramAheadError(f"engram rows of layer {layer}: released before they were taken")
+        if error := work.errors.get(layer):
+            raise EngramAheadError(f"engram rows of layer {layer}: {type(error).__name__}: {error}") from error
+        return work.rows[layer]
+
+    def _release(self, work: _Work) -> None:
+        with self._lock:
+            if not work.released:
+                work.released = True
+                self._reuse(work)
+
+    def _reuse(self, work: _Work) -> None:
+        """Take the buffer back once no thread writes into it."""
+        if not any(work.n_left.values()):
+            self._free[work.capacity].append(work.buffer)
+            self.n_lent -= 1
+
+
+def _room(table: EngramTable, capacity: int) -> TableRows:
+    n_columns = len(table.primes_i64)
+    return TableRows(
+        torch.empty((capacity, n_columns), dtype=torch.int64),
+        torch.empty((capacity, n_columns, table.codes_e4m3.shape[1]), dtype=torch.uint8),
+        torch.empty((capacity, n_columns, table.scales_e8m0.shape[1]), dtype=torch.uint8),
+    )
