@@ -236,6 +236,11 @@ class Event:
         return elapsed
 
 
+def wait_for(event: Event) -> None:
+    """What is put on the current stream later waits for the event, of whichever device; the host does not."""
+    check(hip().hipStreamWaitEvent(here.stream, event.handle, 0), f"hipStreamWaitEvent on device {here.device}")
+
+
 def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
     """Copy between any two of this device's memory and pinned host memory, on the current stream.
 

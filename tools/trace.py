@@ -21,6 +21,7 @@ from rocline.engine.model import split_layers
 from rocline.engine.release import release_config
 from rocline.engine.shapes import prefill_traces
 from rocline.tools.generate import positive_int
+from rocline.tools.trace_timeline import add_timeline
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 LABEL = "cpu-shapes"  # how the traces came about: from shapes alone, on the CPU
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     one.set_defaults(action=draw_trace)
     one.add_argument("--out", type=Path, required=True, metavar="F.html", help="the page to write")
     _add_trace(one)
+    add_timeline(actions)
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

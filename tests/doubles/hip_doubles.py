@@ -5,12 +5,15 @@ The product finds its HIP library as on any machine, through hip-python and ROCM
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
@@ -27,6 +30,37 @@ def build_cuda_double(cache: Path, cuda: Path) -> Path:
     libraries = cuda / "lib64"
     links = [f"-I{cuda / 'include'}", f"-L{libraries}", f"-L{libraries / 'stubs'}", "-lcuda", "-lnvrtc"]
     return _build(cache, "cuda", [*links, f"-Wl,-rpath,{libraries}"])
+
+
+class CpuDouble:
+    """What a test may do to the CPU double that this process runs on."""
+
+    HOST = -1  # in place of a device: the host's memory
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(Path(os.environ["ROCM_PATH"]) / "lib" / "libamdhip64.so"))
+
+    @contextmanager
+    def fault(self, source: int, target: int, kind: Literal["corrupt", "refuse"]) -> Iterator[None]:
+        """Meanwhile copies from device `source` to device `target` change one bit, or fail."""
+        self._library.double_fault(source, target, {"corrupt": 1, "refuse": 2}[kind])
+        try:
+            yield
+        finally:
+            self._library.double_fault(source, target, 0)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile copies, fills and events wait on their streams, until let_go or a call that waits for them."""
+        self._library.double_hold()
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def let_go(self, newest_first: bool = False) -> None:
+        """Run what waits, at each moment a task of the oldest stream, or the newest, that may go on."""
+        self._library.double_let_go(newest_first)
 
 
 def _build(cache: Path, kind: str, links: Sequence[str], defines: Sequence[str] = ()) -> Path:

@@ -1,11 +1,17 @@
 // libamdhip64.so without a GPU: the calls that rocline makes, over host memory and cpu_shim.h. A code object is the
-// host library that libhiprtc_cpu.cpp builds. Streams run at once, so every event is done when it is recorded.
-// Stricter than a card: a copy that leaves its allocation or names the wrong device is an error, not damage.
+// host library that libhiprtc_cpu.cpp builds. Streams run at once, so every event is done when it is recorded, unless a
+// test holds them: see double_hold. Stricter than a card: a copy that leaves its allocation or names the wrong device is
+// an error, not damage.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <dlfcn.h>
+#include <functional>
+#include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unistd.h>
@@ -60,14 +66,71 @@ hipError_t release(void* p) {
   return hipSuccess;
 }
 
-hipError_t copy(void* to, int to_device, const void* from, int from_device, size_t n_bytes) {
-  if (!fits(to, n_bytes, to_device) || !fits(from, n_bytes, from_device)) return hipErrorInvalidValue;
-  memmove(to, from, n_bytes);
-  return hipSuccess;
-}
-
 double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct Mark {  // one recording of an event
+  std::atomic<bool> passed{false};
+  double at_ms = 0;
+};
+typedef std::shared_ptr<Mark> Event;  // empty before the first recording
+struct Task {
+  Event after;  // nothing, or what must have passed
+  std::function<void()> work;
+};
+typedef std::deque<Task> Stream;
+std::recursive_mutex streams_mutex;
+std::list<Stream> streams(1);  // oldest first; the first is every device's null stream
+std::atomic<bool> held{false};
+
+Stream& stream_of(void* handle) { return handle ? *(Stream*)handle : streams.front(); }
+
+void enqueue(void* stream, std::function<void()> work, Event after = nullptr) {
+  if (held) {
+    std::lock_guard<std::recursive_mutex> hold(streams_mutex);
+    stream_of(stream).push_back({after, work});
+  } else if (work) {
+    work();
+  }
+}
+
+// Until no stream may go on, a task of the newest or the oldest stream that may.
+void drain(bool newest_first = false) {
+  if (!held) return;
+  std::lock_guard<std::recursive_mutex> hold(streams_mutex);
+  const auto step = [](Stream& stream) {
+    if (stream.empty() || (stream.front().after && !stream.front().after->passed)) return false;
+    if (stream.front().work) stream.front().work();
+    stream.pop_front();
+    return true;
+  };
+  while (newest_first ? std::any_of(streams.rbegin(), streams.rend(), step)
+                      : std::any_of(streams.begin(), streams.end(), step)) {
+  }
+}
+
+// Faults of copies between two devices, or a device and the host's memory, which is number kDevices.
+enum Fault { kNone, kCorrupt, kRefuse };
+std::atomic<int> faults[kDevices + 1][kDevices + 1];
+
+int place_of(const void* p) {  // a device, or the host
+  std::lock_guard<std::mutex> hold(mutex);
+  auto after = allocations.upper_bound((const char*)p);
+  if (after == allocations.begin()) return kDevices;
+  const auto& [start, allocation] = *--after;
+  return allocation.device >= 0 && (size_t)((const char*)p - start) < allocation.n_bytes ? allocation.device : kDevices;
+}
+
+hipError_t copy(void* to, int to_device, const void* from, int from_device, size_t n_bytes, void* stream) {
+  if (!fits(to, n_bytes, to_device) || !fits(from, n_bytes, from_device)) return hipErrorInvalidValue;
+  const int fault = faults[place_of(from)][place_of(to)];
+  if (fault == kRefuse) return hipErrorUnknown;
+  enqueue(stream, [=] {
+    memmove(to, from, n_bytes);
+    if (fault == kCorrupt && n_bytes) ((char*)to)[n_bytes / 2] ^= 1;
+  });
+  return hipSuccess;
 }
 
 struct Shape {  // rl_cpu's
@@ -78,6 +141,18 @@ struct Shape {  // rl_cpu's
 };
 typedef int (*Launch)(void** params, const Shape* shape, char* error, size_t error_bytes);
 }  // namespace
+
+// For tests. While held, copies, fills and events stay queued on their streams; a call that waits for the device lets
+// them run, and so does a launch. let_go ends it: run with both orders, a wait that is missing shows.
+HIP_EXPORT void double_hold() { held = true; }
+HIP_EXPORT void double_let_go(int newest_first) {
+  std::lock_guard<std::recursive_mutex> hold(streams_mutex);
+  drain(newest_first);
+  held = false;
+}
+HIP_EXPORT void double_fault(int from, int to, int fault) {
+  faults[from < 0 ? kDevices : from][to < 0 ? kDevices : to] = fault;
+}
 
 HIP_EXPORT hipError_t hipGetDeviceCount(int* n) {
   *n = kDevices;
@@ -117,49 +192,79 @@ HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned) {
 }
 
 HIP_EXPORT hipError_t hipMalloc(void** p, size_t n_bytes) { return allocate(p, n_bytes, current); }
-HIP_EXPORT hipError_t hipFree(void* p) { return release(p); }
+HIP_EXPORT hipError_t hipFree(void* p) {
+  drain();
+  return release(p);
+}
 HIP_EXPORT hipError_t hipHostMalloc(void** p, size_t n_bytes, unsigned) { return allocate(p, n_bytes, -1); }
-HIP_EXPORT hipError_t hipHostFree(void* p) { return release(p); }
-HIP_EXPORT hipError_t hipMemcpyAsync(void* to, const void* from, size_t n_bytes, int, void*) {
-  return copy(to, -1, from, -1, n_bytes);
+HIP_EXPORT hipError_t hipHostFree(void* p) {
+  drain();
+  return release(p);
+}
+HIP_EXPORT hipError_t hipMemcpyAsync(void* to, const void* from, size_t n_bytes, int, void* stream) {
+  return copy(to, -1, from, -1, n_bytes, stream);
 }
 HIP_EXPORT hipError_t hipMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t n_bytes,
-                                         void*) {
-  return copy(to, to_device, from, from_device, n_bytes);
+                                         void* stream) {
+  return copy(to, to_device, from, from_device, n_bytes, stream);
 }
-HIP_EXPORT hipError_t hipMemsetAsync(void* p, int value, size_t n_bytes, void*) {
+HIP_EXPORT hipError_t hipMemsetAsync(void* p, int value, size_t n_bytes, void* stream) {
   if (!fits(p, n_bytes)) return hipErrorInvalidValue;
-  memset(p, value, n_bytes);
+  enqueue(stream, [=] { memset(p, value, n_bytes); });
   return hipSuccess;
 }
 
 HIP_EXPORT hipError_t hipStreamCreateWithFlags(void** stream, unsigned) {
-  *stream = new int(current);
+  std::lock_guard<std::recursive_mutex> hold(streams_mutex);
+  *stream = &streams.emplace_back();
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamDestroy(void* stream) {
-  delete (int*)stream;
+  std::lock_guard<std::recursive_mutex> hold(streams_mutex);
+  if (!stream_of(stream).empty()) drain();
+  streams.remove_if([=](const Stream& each) { return &each == stream; });
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipStreamSynchronize(void*) { return hipSuccess; }
-HIP_EXPORT hipError_t hipStreamWaitEvent(void*, void*, unsigned) { return hipSuccess; }
-HIP_EXPORT hipError_t hipDeviceSynchronize() { return hipSuccess; }
+HIP_EXPORT hipError_t hipStreamSynchronize(void*) {
+  drain();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamWaitEvent(void* stream, void* event, unsigned) {
+  enqueue(stream, nullptr, *(Event*)event);
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipDeviceSynchronize() {
+  drain();
+  return hipSuccess;
+}
 HIP_EXPORT hipError_t hipEventCreateWithFlags(void** event, unsigned) {
-  *event = new double(0);
+  *event = new Event;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventDestroy(void* event) {
-  delete (double*)event;
+  delete (Event*)event;
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipEventRecord(void* event, void*) {
-  *(double*)event = now_ms();
+HIP_EXPORT hipError_t hipEventRecord(void* event, void* stream) {
+  const Event mark = *(Event*)event = std::make_shared<Mark>();
+  enqueue(stream, [=] {
+    mark->at_ms = now_ms();
+    mark->passed = true;
+  });
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipEventSynchronize(void*) { return hipSuccess; }
-HIP_EXPORT hipError_t hipEventQuery(void*) { return hipSuccess; }
+HIP_EXPORT hipError_t hipEventSynchronize(void*) {
+  drain();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipEventQuery(void* event) {
+  const Event& mark = *(Event*)event;
+  return !mark || mark->passed ? hipSuccess : hipErrorNotReady;
+}
 HIP_EXPORT hipError_t hipEventElapsedTime(float* ms, void* from, void* to) {
-  *ms = (float)(*(double*)to - *(double*)from);
+  const Event &start = *(Event*)from, &end = *(Event*)to;
+  if (!start || !end) return hipErrorInvalidValue;
+  *ms = (float)(end->at_ms - start->at_ms);
   return hipSuccess;
 }
 
@@ -198,6 +303,7 @@ HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, uns
   if (!grid_x || !grid_y || grid_z != 1 || !threads_x || threads_x > kMaxThreads || threads_y != 1 ||
       threads_z != 1 || lds_bytes > kLdsBytes)
     return hipErrorInvalidValue;
+  drain();  // the arguments live no longer than this call
   static std::atomic<unsigned> n_launches{0};
   const Shape shape = {grid_x, grid_y, (int)threads_x, lds_bytes, n_launches++ % 2 ? -1 : 1};
   char error[256] = "";
