@@ -24,6 +24,16 @@ def class_of(size_bytes: int) -> int:
     return granules if shift <= 0 else (shift << 4) + (granules >> shift)
 
 
+def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(offset, size_bytes) of disjoint (begin, end) ranges, ascending, with neighbours joined."""
+    out: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if out and sum(out[-1]) == begin:
+            begin = out.pop()[0]
+        out.append((begin, end - begin))
+    return out
+
+
 class SpansBySize:
     """Disjoint spans of one kind, indexed by size, by start and by end.
 

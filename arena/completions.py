@@ -1,10 +1,11 @@
-"""One stream's releases in order, and how far its work has come."""
+"""One stream's releases in order, how far its work has come, and what it has not finished with."""
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
 
-from rocline.arena.classes import SpansBySize
+from rocline.arena.classes import FreeSpans
 
 Stream = Hashable
 Completion = Callable[[], bool]  # True once all work queued before it was made has finished
@@ -12,52 +13,87 @@ RecordCompletion = Callable[[Stream], Completion | None]  # None: nothing is out
 Mark = tuple[int, Completion]  # its place in the stream's order
 Crossing = tuple[int, int, int, "tuple[tuple[Timeline, int], ...]"]  # place, offset, size_bytes, other waits
 
-MAIN, SHELF = 0, 1  # the two parts of the slab (arena.py)
+MAIN, SHELF = 0, 1  # the two parts of the slab (slab.py)
 
 
-class PendingSpans(SpansBySize):
-    """Released spans whose stream has not finished with them. They stay as they were released.
+class Unfinished:
+    """Ranges that a stream has released and not finished with, each with the place that must pass.
 
-    Each carries the place in its stream's order that must have passed before it is free.
+    Disjoint. Neighbours with one place are one range; with different places they stay apart, so that each
+    is free for others when its own work has ended.
     """
 
-    __slots__ = ("_order", "_place")
+    __slots__ = ("_order", "_ranges", "_starts", "total_bytes")
 
-    def __init__(self, slab_bytes: int) -> None:
-        super().__init__(slab_bytes)
-        self._place: dict[int, int] = {}  # offset -> place
-        # (place, offset), earliest first; entries whose span went early or was cut are dropped when met.
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # ascending
+        self._ranges: dict[int, tuple[int, int]] = {}  # start -> (end, place)
+        # (place, start), earliest first; entries whose range was joined, cut or lent are dropped when met.
         self._order: list[tuple[int, int]] = []
+        self.total_bytes = 0
 
-    def put(self, offset: int, size_bytes: int, place: int) -> None:
-        """Add a span that is free once `place` has passed."""
-        self.add(offset, size_bytes)
-        self._set_place(offset, place)
+    def __len__(self) -> int:
+        return len(self._starts)
 
-    def cut(self, offset: int, want_bytes: int, *, from_top: bool = False) -> int:
-        """As in SpansBySize; the rest keeps its place."""
-        size_bytes = self.starts[offset]
-        place = self._place.pop(offset)
-        taken = super().cut(offset, want_bytes, from_top=from_top)
-        if size_bytes > want_bytes:
-            self._set_place(offset if from_top else offset + want_bytes, place)
-        return taken
+    def put(self, begin: int, end: int, place: int) -> None:
+        """Add a range that is finished once `place` has passed."""
+        self.total_bytes += end - begin
+        at = bisect_left(self._starts, begin)
+        if at < len(self._starts) and self._starts[at] == end and self._ranges[end][1] == place:
+            end = self._ranges.pop(end)[0]
+            del self._starts[at]
+        if at and self._ranges[left := self._starts[at - 1]] == (begin, place):
+            self._ranges[left] = (end, place)
+            return
+        self._add(begin, end, place)
 
-    def pop_passed(self, passed: int) -> list[tuple[int, int]]:
-        """Take out every span whose place has passed: (offset, size_bytes)."""
-        out = []
+    def cut(self, begin: int, end: int) -> int:
+        """Forget what lies in [begin, end), because the stream has it again; how many ranges that touches."""
+        starts = self._starts
+        first = max(0, bisect_right(starts, begin) - 1)
+        touched = [start for start in starts[first : bisect_left(starts, end)] if self._ranges[start][0] > begin]
+        for start in touched:
+            range_end, place = self._ranges.pop(start)
+            del starts[bisect_left(starts, start)]
+            self.total_bytes -= min(end, range_end) - max(begin, start)
+            if start < begin:
+                self._add(start, begin, place)
+            if end < range_end:
+                self._add(end, range_end, place)
+        return len(touched)
+
+    def pop_passed(self, passed: int) -> None:
+        """Forget what has finished: the ranges whose place has passed."""
         while self._order and self._order[0][0] <= passed:
-            place, offset = heappop(self._order)
-            if self._place.get(offset) == place:
-                del self._place[offset]
-                out.append((offset, self.remove(offset)))
-        return out
+            place, start = heappop(self._order)
+            end, now_place = self._ranges.get(start, (start, 0))
+            if now_place == place:
+                del self._ranges[start]
+                del self._starts[bisect_left(self._starts, start)]
+                self.total_bytes -= end - start
 
-    def _set_place(self, offset: int, place: int) -> None:
-        self._place[offset] = place
-        heappush(self._order, (place, offset))
-        if len(self._order) > 64 + 4 * len(self._place):  # mostly left-overs of early reuse
-            self._order = [(place, offset) for offset, place in self._place.items()]
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The (begin, end) inside [begin, end) that are unfinished, ascending; neighbours are one."""
+        run_begin = run_end = begin
+        first = max(0, bisect_right(self._starts, begin) - 1)
+        for start in self._starts[first : bisect_left(self._starts, end)]:
+            range_end = min(self._ranges[start][0], end)
+            if range_end <= begin:
+                continue
+            if start > run_end:
+                if run_begin < run_end:
+                    yield run_begin, run_end
+                run_begin = start
+            run_end = range_end
+        if run_begin < run_end:
+            yield run_begin, run_end
+
+    def _add(self, begin: int, end: int, place: int) -> None:
+        insort(self._starts, begin)
+        self._ranges[begin] = (end, place)
+        heappush(self._order, (place, begin))
+        if len(self._order) > 64 + 4 * len(self._ranges):  # mostly left-overs of early reuse
+            self._order = [(place, start) for start, (_, place) in self._ranges.items()]
             heapify(self._order)
 
 
@@ -69,14 +105,18 @@ class Timeline:
     and completions live here, in one queue, not in spans.
     """
 
-    __slots__ = ("crossings", "marks", "newest", "passed", "pending", "stream")
+    __slots__ = ("crossings", "marks", "newest", "passed", "runs", "stream", "unfinished")
 
     def __init__(self, stream: Stream, slab_bytes: int) -> None:
         self.stream = stream
         self.newest = 0
         self.passed = 0
         self.marks: deque[Mark] = deque()
-        self.pending = (PendingSpans(slab_bytes), PendingSpans(slab_bytes))  # MAIN, SHELF
+        self.unfinished = Unfinished()
+        # What only this stream may have at once: its unfinished ranges, coalesced with each other and with
+        # the finished ones beside them. Its next work comes after what it has queued, so to it all of a run
+        # is as good as free.
+        self.runs = (FreeSpans(slab_bytes), FreeSpans(slab_bytes))  # MAIN, SHELF
         # Spans that other streams must finish too: nobody reuses them early.
         self.crossings: list[Crossing] = []  # heap by place
 
@@ -98,16 +138,22 @@ class Timeline:
         self.passed = passed
         while self.marks and self.marks[0][0] <= passed:
             self.marks.popleft()
+        self.unfinished.pop_passed(passed)
 
-    def n_pending(self) -> int:
-        return len(self.pending[MAIN]) + len(self.pending[SHELF]) + len(self.crossings)
+    def has_runs(self) -> bool:
+        return bool(self.runs[MAIN].starts or self.runs[SHELF].starts)
 
-    def pending_bytes(self) -> int:
-        return (
-            self.pending[MAIN].total_bytes
-            + self.pending[SHELF].total_bytes
-            + sum(size_bytes for _, _, size_bytes, _ in self.crossings)
-        )
+    def pieces(self, part: int) -> Iterator[tuple[int, int, bool]]:
+        """What the runs of a part of the slab consist of, by run: (begin, end, unfinished)."""
+        for begin, size_bytes in list(self.runs[part].starts.items()):
+            end = begin + size_bytes
+            for unfinished_begin, unfinished_end in self.unfinished.within(begin, end):
+                if begin < unfinished_begin:
+                    yield begin, unfinished_begin, False
+                yield unfinished_begin, unfinished_end, True
+                begin = unfinished_end
+            if begin < end:
+                yield begin, end, False
 
 
 def passed_place(marks: list[Mark]) -> int:
@@ -118,3 +164,39 @@ def passed_place(marks: list[Mark]) -> int:
             break
         passed = place
     return passed
+
+
+class LatestWork:
+    """A driver's record_completion, called only when somebody asks: one completion for all releases until then.
+
+    Recording costs a driver more than a take and a release, and a stream that reuses its own spans never
+    asks. What is recorded late covers later work too: it passes later, never early.
+    """
+
+    def __init__(self, record_completion: RecordCompletion) -> None:
+        self.record = record_completion
+        self.open: dict[Stream, _Unasked] = {}  # what the next release of a stream gets
+
+    def __call__(self, stream: Stream) -> Completion:
+        return self.open.get(stream) or self.open.setdefault(stream, _Unasked(self, stream))
+
+
+class _Unasked:
+    __slots__ = ("_completion", "_stream", "_works")
+
+    def __init__(self, works: LatestWork, stream: Stream) -> None:
+        self._works, self._stream = works, stream
+        self._completion: Completion | None = None
+
+    def __call__(self) -> bool:
+        if self._completion is None:
+            # Closed before it is recorded: a release that got this one has queued its work by now. Two threads may
+            # both record; either will do.
+            if self._works.open.get(self._stream) is self:
+                self._works.open.pop(self._stream, None)
+            self._completion = self._works.record(self._stream) or _finished
+        return self._completion()
+
+
+def _finished() -> bool:
+    return True

@@ -95,11 +95,14 @@ class _Clock:
         raise ArenaFull("no room, and the trace never saw the pending work finish")
 
 
-def replay(events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = False) -> ReplayReport:
+def replay(
+    events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = False, to_the_end: bool = True
+) -> ReplayReport:
     """Run the events, in time order, through an arena of slab_bytes.
 
     A take with no room counts as a failure and its release is left out. With `picture` the report also
-    holds what report.py draws.
+    holds what report.py draws. Unless `to_the_end`, the first failure or wait ends it, and the report is of
+    what came before, without its least_largest_free_bytes.
     """
     events = sorted(events, key=lambda event: event.time_ns)
     clock = _Clock()
@@ -118,6 +121,8 @@ def replay(events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = Fal
             except ArenaFull as error:
                 failures += 1
                 first_failure = first_failure or str(error)
+                if not to_the_end:
+                    break
                 continue
             place = Placement(span.offset, span.size_bytes, event.operator, clock.now_ns)
             lent[event.span] = span, place
@@ -129,6 +134,10 @@ def replay(events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = Fal
             place.released_ns = clock.now_ns
             if event.completed_after_ns is not None:
                 place.finished_ns = clock.now_ns + event.completed_after_ns
+        if not to_the_end:
+            if failures or clock.waited_ns:
+                break
+            continue
         largest = arena.largest_free_bytes()
         least_largest = min(least_largest, largest)
         if picture:
@@ -220,7 +229,7 @@ def plan(events: Sequence[TraceEvent]) -> Plan:
     runs = repeated(events, PLAN_RUNS)
 
     def serves(n_steps: int) -> bool:
-        report = replay(runs, used_bytes + n_steps * step_bytes)
+        report = replay(runs, used_bytes + n_steps * step_bytes, to_the_end=False)
         return not report.failures and not report.waits
 
     failed, served = -1, 0

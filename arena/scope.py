@@ -56,18 +56,26 @@ class Scope:
         # Newest first: the next scope finds what it takes first on top of the reuse layer.
         self._arena.release_together(reversed(self._spans), self._stream)
         self._spans.clear()
-        thread = get_ident()
-        self.leaked = [
-            span
-            for span in self._arena.live_spans()
-            if span.number > self._first and span.thread == thread and not span.lasting
-        ]
-        for span in self.leaked:
-            log.warning(
-                "%s: %.1f MiB%s taken at %s outlive the scope they were taken in; release them in it, or "
-                "take them as lasting",
-                self._arena.name,
-                span.size_bytes / MIB,
-                f" ({span.label})" if span.label else "",
-                span.taken_at,
-            )
+        self.leaked = leaked_since(self._arena, self._first)
+
+
+def leaked_since(arena: "Arena", first: int) -> list[Span]:
+    """Log and return what this thread has taken since take number `first` and still holds, lasting spans apart."""
+    thread, leaked = get_ident(), []
+    for span in reversed(arena.taken_spans()):
+        if span.thread != thread:
+            continue
+        if span.number <= first:
+            break  # a thread's own spans are in the order of their takes
+        if not span.lasting:
+            leaked.append(span)
+    for span in reversed(leaked):
+        log.warning(
+            "%s: %.1f MiB%s taken at %s outlive the scope they were taken in; release them in it, or take them as "
+            "lasting",
+            arena.name,
+            span.size_bytes / MIB,
+            f" ({span.label})" if span.label else "",
+            span.taken_at,
+        )
+    return leaked[::-1]

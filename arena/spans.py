@@ -5,6 +5,7 @@ from itertools import islice
 from types import CodeType
 
 MIB = 1 << 20
+TakenIn = tuple[CodeType, int]  # code and instruction of a take
 
 
 class ArenaFull(MemoryError):
@@ -33,7 +34,7 @@ class Span:
         label: str,
         lasting: bool,
         thread: int,
-        taken_in: tuple[CodeType, int],
+        taken_in: TakenIn,
     ) -> None:
         self.offset = offset
         self.size_bytes = size_bytes  # the request, up to the next granule

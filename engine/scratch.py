@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from math import prod
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from rocline.arena.arena import Arena
-from rocline.arena.completions import RecordCompletion
-from rocline.arena.scope import Scope
-from rocline.arena.spans import Span
+from rocline.arena.completions import LatestWork, RecordCompletion
+from rocline.arena.room import Room
+from rocline.arena.scope import leaked_since
+from rocline.arena.spans import ArenaFull, Span, TakenIn
+from rocline.engine.rehearsal import Key, Request, Run, Script, n_bytes_of
 
 POISON_BYTE = 0xFF  # NaN in every float and scale format; no valid index or code count
 # A chunk asks for the same tensors as the one before, mostly at the same places: looking one up takes a tenth of
 # the time of making it. Two holders of one view are no worse off than two views of the same bytes.
 MAX_VIEWS = 4096
+MIN_ROOM = 3  # tensors; opening and closing a room for fewer costs more than it saves
+LARGE_PART = 4  # of the slab; tensors above find their own places
+MAX_SCRIPTS = 1024  # scopes by their place and first request; a server meets a few chunk sizes
 
 
 class Lease:
@@ -41,13 +45,123 @@ class Lease:
         self._spans = []
 
 
-@dataclass
 class _Frame:
-    """An open scope: the spans it has by offset, lent in it or kept from one inside it."""
+    """An open scope: what it has lent by offset, and its runs by script."""
 
-    lender: Scope
-    lent: dict[int, Span] = field(default_factory=dict)
-    kept: dict[int, Span] = field(default_factory=dict)
+    __slots__ = ("_first", "_first_taken", "_memory", "_name", "_run", "kept", "learning", "lent", "n_inner")
+
+    def __init__(self, memory: StageMemory) -> None:
+        self._memory = memory
+        self.lent: dict[int, Span] = {}
+        self.kept: dict[int, Span] = {}  # of a scope inside
+        self.n_inner = 0  # scopes inside so far
+        self.learning = True  # until a scope inside, or a tensor freed: what comes later may lie in its place
+        self._run = Run()
+
+    def __enter__(self) -> None:
+        memory = self._memory
+        frames = memory.frames
+        if frames:
+            frames[-1].stop_learning()
+            self._name = (len(frames), frames[-1].n_inner)
+            frames[-1].n_inner += 1
+        else:
+            self._name = (0, 0)
+        self._first, self._first_taken = memory.arena.n_takes, memory.n_taken
+        memory.room = None
+        frames.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        memory = self._memory
+        memory.frames.pop()
+        memory.room = None
+        run = self._run
+        if kind is None and run.asked_anew():
+            memory.remember(self._name, run.written_down(lambda span: self.lent.get(span.offset) is span))
+        if run.room is not None:
+            memory.poison(run.room.ranges())
+            memory.n_taken += memory.arena.close_room(run.room)
+        # Newest first: the next scope finds what it takes first on top of the reuse layer.
+        if self.lent:
+            memory.give_back(reversed(self.lent.values()))
+        if self.kept:
+            memory.give_back(self.kept.values())
+        if memory.arena.n_takes - self._first > memory.n_taken - self._first_taken:
+            leaked_since(memory.arena, self._first)  # somebody took past this memory
+
+    def request(self, shape: tuple[int, ...], key: Key) -> Tensor:
+        """What is not simply the next tensor of the scope's room."""
+        memory = self._memory
+        _, dtype, code, instruction = key
+        n_bytes = n_bytes_of(shape, dtype)
+        if not n_bytes:
+            return memory.empty(shape, dtype)
+        run, known = self._run, not self.learning
+        if self.learning:
+            if run.script is None and not run.asked:
+                self._begin(key)
+            if run.room is not None and run.script is not None and (index := run.script.find(run.room, key)) >= 0:
+                known, run.room.at = True, index + 1
+                if (tensor := run.room.items[index][1]) is not None:
+                    return tensor
+        n_gone = run.room.at if run.room is not None else 0
+        span = self.take(n_bytes, code.co_name, (code, instruction))
+        if self.learning and not known:
+            run.asked.append((n_gone, key, span))
+        return memory.view(span.offset, shape, dtype)
+
+    def take(self, n_bytes: int, label: str, taken_in: TakenIn) -> Span:
+        """A span of its own. A room gives up what it has not handed out before there is no room for it."""
+        arena, room = self._memory.arena, self._run.room
+        can_shrink = room is not None and room.at < room.end
+        try:
+            span = arena.take(n_bytes, label=label, taken_in=taken_in, patient=not can_shrink)
+        except ArenaFull:
+            if not can_shrink:
+                raise
+            assert room is not None
+            arena.shrink_room(room)
+            span = arena.take(n_bytes, label=label, taken_in=taken_in)
+        self.lent[span.offset] = span
+        self._memory.n_taken += 1
+        self._memory.poison([(span.offset, span.size_bytes)])
+        return span
+
+    def hand_on(self, offset: int) -> Span | None:
+        """Take the span at offset out of the scope."""
+        span = self.lent.pop(offset, None)
+        if span is None:
+            room = self._run.room
+            if room is not None and (index := room.lent_at(offset)) is not None:
+                span = self._memory.arena.hand_over(room, index)
+                self._memory.n_taken += 1
+        if span is None:
+            return self.kept.pop(offset, None)
+        span.lasting = True
+        return span
+
+    def stop_learning(self) -> None:
+        """Serve what is asked for from now on as it comes."""
+        if self.learning and self._run.room is not None:
+            self._memory.arena.shrink_room(self._run.room)
+        self.learning = False
+        self._memory.room = None
+
+    def _begin(self, key: Key) -> None:
+        """Begin by the script of this first request, if there is one, and a room to be had."""
+        run, memory = self._run, self._memory
+        script = memory.scripts.get((self._name, key))
+        if script is None:
+            return
+        room = memory.arena.open_room(script.plan, 0)
+        if room is None:
+            self.learning = False
+            return
+        run.script, run.room, memory.room = script, room, room
+        room.items = script.items(room.offset, memory.view)
+        memory.poison(room.ranges())
 
 
 class StageMemory:
@@ -55,7 +169,8 @@ class StageMemory:
 
     arena_bytes        size of the slab. Host pages are committed when first written
     slab_u8            [>= arena_bytes] where the slab lies, on any device; host memory is taken when there is none
-    record_completion  as in Arena: when the work queued on the device so far has finished. None on the host
+    record_completion  as in Arena: when the work queued on the device so far has finished. Called when another
+                       stream, or a reader of statistics, asks for it. None on the host
     poison             fill tensors with POISON_BYTE when they are lent and given back, so that reading what was
                        not written, or is no longer there, shows (tests)
     """
@@ -69,7 +184,7 @@ class StageMemory:
         name: str = "arena",
         poison: bool = False,
     ) -> None:
-        self.arena = Arena(arena_bytes, record_completion, name=name)
+        self.arena = Arena(arena_bytes, record_completion and LatestWork(record_completion), name=name)
         self.arena.device_allocs = 1
         if slab_u8 is None:
             slab_u8 = torch.empty(self.arena.slab_bytes, dtype=torch.uint8)
@@ -78,39 +193,29 @@ class StageMemory:
         self._slab_u8 = slab_u8[: self.arena.slab_bytes]
         self._first_byte = slab_u8.data_ptr()
         typed = {dtype: self._slab_u8.view(dtype) for dtype in _DTYPES}
-        self._view = lru_cache(MAX_VIEWS)(partial(_view, typed))
+        self.view = lru_cache(MAX_VIEWS)(partial(_view, typed))
         self._poison = poison
-        self._frames: list[_Frame] = []
+        self.frames: list[_Frame] = []
+        self.n_taken = 0  # of the arena's takes: by this memory
+        self.room: Room | None = None  # of the innermost scope, while that runs by its script
+        self.scripts: dict[tuple[tuple[int, int], Key], Script] = {}
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Tensors lent inside are given back at the end, also when the body raises, unless kept or leased."""
-        with self.arena.scope() as lender:
-            frame = _Frame(lender)
-            self._frames.append(frame)
-            try:
-                yield
-            finally:
-                self._frames.pop()
-                if self._poison:
-                    self._fill(frame.lent.values())
-                self.give_back(frame.kept.values())
+    def scope(self) -> _Frame:
+        """`with memory.scope():` gives back at the end what was lent inside, also when the body raises, unless it is
+        kept or leased."""
+        return _Frame(self)
 
     def lend(self, shape: tuple[int, ...], dtype: torch.dtype, label: str) -> Tensor:
         """A contiguous tensor, not initialised, of the innermost scope. Raises ArenaFull."""
-        n_bytes = prod(shape) * dtype.itemsize
-        if n_bytes == 0:
-            return torch.empty(shape, dtype=dtype, device=self._slab_u8.device)
-        frame = self._frames[-1]
-        span = frame.lender.take(n_bytes, label=label, frames_up=4)
-        frame.lent[span.offset] = span
-        if self._poison:
-            self._fill((span,))
-        return self._view(span.offset, shape, dtype)
+        if 0 in shape:
+            return self.empty(shape, dtype)
+        caller = sys._getframe(1)
+        span = self.frames[-1].take(n_bytes_of(shape, dtype), label, (caller.f_code, caller.f_lasti))
+        return self.view(span.offset, shape, dtype)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors of the innermost scope live as long as the one around it."""
-        self._frames[-2].kept.update((span.offset, span) for span in self._hand_on(tensors))
+        self.frames[-2].kept.update((span.offset, span) for span in self._hand_on(tensors))
 
     def lease(self, tensors: Iterable[Tensor]) -> Lease:
         """Let tensors of the innermost scope live until the lease is released."""
@@ -118,47 +223,65 @@ class StageMemory:
 
     def free(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors of the innermost scope back before it ends."""
+        self.frames[-1].stop_learning()
         self.give_back(self._hand_on(tensors))
 
     def give_back(self, spans: Iterable[Span]) -> None:
         """Release spans that were handed on."""
-        for span in spans:
-            if self._poison:
-                self._fill((span,))
-            self.arena.release(span)
+        if self._poison:
+            spans = list(spans)
+            self.poison((span.offset, span.size_bytes) for span in spans)
+        self.arena.release_together(spans, 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor without elements, on the slab's device."""
+        return torch.empty(shape, dtype=dtype, device=self._slab_u8.device)
+
+    def remember(self, name: tuple[int, int], requests: Sequence[Request]) -> None:
+        """Write the script of a scope's run; none where a room would serve too few."""
+        if sum([request.dies for request in requests]) < MIN_ROOM:
+            self.scripts.pop((name, requests[0].key), None)
+            return
+        if len(self.scripts) == MAX_SCRIPTS:
+            self.scripts.clear()
+        self.scripts[name, requests[0].key] = Script(requests, self.arena.slab_bytes // LARGE_PART)
+
+    def poison(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fill (offset, size_bytes) in tests, so that what is read there shows."""
+        if self._poison:
+            for offset, size_bytes in spans:
+                self._slab_u8[offset : offset + size_bytes] = POISON_BYTE
 
     def _hand_on(self, tensors: Iterable[Tensor]) -> list[Span]:
         """Take the spans of `tensors` out of the innermost scope. Tensors from elsewhere have none."""
-        frame, out = self._frames[-1], []
+        frame, out = self.frames[-1], []
         for tensor in tensors:
             offset = tensor.data_ptr() - self._first_byte
             if not 0 <= offset < self.arena.slab_bytes or tensor.numel() == 0:
                 continue
-            if span := frame.lent.pop(offset, None):
-                out.append(frame.lender.keep(span))
-            elif span := frame.kept.pop(offset, None):
-                out.append(span)
-            else:
+            if (span := frame.hand_on(offset)) is None:
                 raise RuntimeError(
                     f"{self.arena.name}: a tensor of shape {list(tensor.shape)} at offset {offset:#x} is no whole "
                     "tensor of the innermost scope; hand on the tensor it is a view of, in its own scope"
                 )
+            out.append(span)
         return out
-
-    def _fill(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            self._slab_u8[span.offset : span.offset + span.size_bytes] = POISON_BYTE
 
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8)
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    memory: StageMemory | None = None
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def use(memory: StageMemory) -> Iterator[None]:
     """Lend this thread's tensors from `memory`."""
-    before = getattr(_thread, "memory", None)
-    _thread.memory = memory
+    before, _thread.memory = _thread.memory, memory
     try:
         yield
     finally:
@@ -175,10 +298,18 @@ def _view(typed: dict[torch.dtype, Tensor], offset: int, shape: tuple[int, ...],
 
 
 def _lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    memory: StageMemory | None = getattr(_thread, "memory", None)
+    memory = _thread.memory
     if memory is None:
         return torch.empty(shape, dtype=dtype)
-    return memory.lend(shape, dtype, sys._getframe(2).f_code.co_name)
+    caller = sys._getframe(2)
+    key = (shape, dtype, caller.f_code, caller.f_lasti)
+    room = memory.room
+    if room is not None:
+        item_key, tensor = room.items[room.at]
+        if item_key == key:
+            room.at += 1
+            return tensor
+    return memory.frames[-1].request(shape, key)
 
 
 def bf16(*shape: int) -> Tensor:

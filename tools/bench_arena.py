@@ -10,21 +10,22 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from math import log2
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import linear_regression, mean, median
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rocline.arena.arena import Arena
-from rocline.arena.completions import Completion, Stream
+from rocline.arena.completions import Completion, LatestWork, Stream
 from rocline.arena.replay import plan
+from rocline.arena.scope import Scope
 from rocline.arena.spans import ArenaFull, Span
 from rocline.arena.trace import TraceError, TraceEvent, read_csv
 from rocline.engine import scratch
@@ -34,12 +35,10 @@ FREE_SPANS = (16, 64, 256, 1024, 4096)
 OWNER_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLAB_BYTES = 1 << 30  # of RMM's shapes: offsets only
 LEAST_BYTES, MOST_BYTES = 16 << 10, 32 << 10  # of free spans: the more there are, the fuller their size classes
-ROOM = 2  # times the plan, which is made for one run of a trace: here it runs again and again
+ROOM_PART = 8  # of the planned slab, on top: so much that scopes get rooms
 OUTSTANDING = 256  # releases until a piece of work has finished
 
 Trace = tuple[str, Sequence[TraceEvent], int]  # name, events, planned slab_bytes
-Take = Callable[[int], object]
-Release = Callable[[dict[int, Any], int], None]  # gives back what is held under that number
 Tell = Callable[..., None]
 clock = time.perf_counter_ns
 
@@ -47,41 +46,120 @@ clock = time.perf_counter_ns
 # A tensor and back
 
 
-@contextmanager
-def torch_empty(slab_bytes: int, device: str) -> Iterator[tuple[Take, Release]]:
-    def release(held: dict[int, Any], span: int) -> None:
-        del held[span]
+class Block(NamedTuple):
+    """A part of a trace as a stage runs it: takes, then everything that goes before the next take.
 
-    yield lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device), release
+    outer  (span, bytes) taken in the chunk's scope;  inner  in the scope of a layer
+    dies   spans of the layer that end with its scope;  kept  those that do not
+    freed  spans of the chunk's scope that go;  last  nothing is lent after it: the chunk's scope ends
+    """
 
-
-@contextmanager
-def arena_alone(slab_bytes: int, device: str) -> Iterator[tuple[Take, Release]]:
-    arena = Arena(slab_bytes, recorded_event if device == "cuda" else None)
-
-    def release(held: dict[int, Any], span: int) -> None:
-        arena.release(held.pop(span))
-
-    yield arena.take, release
+    outer: list[tuple[int, int]]
+    inner: list[tuple[int, int]]
+    dies: list[int]
+    kept: list[int]
+    freed: list[int]
+    last: bool
 
 
-@contextmanager
-def stage_memory(slab_bytes: int, device: str) -> Iterator[tuple[Take, Release]]:
+def blocks_of(events: Sequence[TraceEvent]) -> list[Block]:
+    """A trace's blocks; what it never releases goes at its end. A chunk begins by copying its hand-off."""
+    blocks: list[Block] = []
+    live: set[int] = set()  # spans of the chunk's scope
+    at = 0
+    while at < len(events):
+        outer: list[tuple[int, int]] = []
+        inner: list[tuple[int, int]] = []
+        gone: list[int] = []
+        while at < len(events) and events[at].action == "take":
+            copied = not live and not inner and events[at].operator == "copy"
+            (outer if copied else inner).append((events[at].span, events[at].n_bytes))
+            at += 1
+        while at < len(events) and events[at].action == "release":
+            gone.append(events[at].span)
+            at += 1
+        live.update(span for span, _ in (*outer, *inner))
+        if at == len(events):
+            gone += [span for span in live if span not in gone]
+        live.difference_update(gone)
+        own = [span for span, _ in inner]
+        dies = [span for span in own if span not in live]
+        freed = [span for span in gone if span not in dies]
+        blocks.append(Block(outer, inner, dies, [span for span in own if span in live], freed, not live))
+    return blocks
+
+
+class TorchEmpty:
+    """torch.empty, and del."""
+
+    def __init__(self, slab_bytes: int, device: str) -> None:
+        self.take: Callable[[int], Any] = lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def enter(self) -> None:
+        """A scope begins."""
+
+    def leave(self, kept: list[Any]) -> None:
+        """A scope ends."""
+
+    def free(self, freed: list[Any]) -> None:
+        """These go before their scope ends."""
+
+
+class ArenaAlone:
+    """Spans of an arena's scopes."""
+
+    def __init__(self, slab_bytes: int, device: str) -> None:
+        self._arena = Arena(slab_bytes, LatestWork(recorded_event) if device == "cuda" else None)
+        self._scopes: list[Scope] = []
+
+    def take(self, n_bytes: int) -> Span:
+        return self._scopes[-1].take(n_bytes)
+
+    def enter(self) -> None:
+        self._scopes.append(self._arena.scope().__enter__())
+
+    def leave(self, kept: list[Span]) -> None:
+        scope = self._scopes.pop()
+        for span in kept:
+            scope.keep(span)
+        scope.__exit__(None, None, None)
+
+    def free(self, freed: list[Span]) -> None:
+        self._arena.release_together(freed, 0)
+
+
+class Tensors:
+    """Tensors of a stage's memory, as its operators ask for them."""
+
+    take = staticmethod(scratch.u8)
+
+    def __init__(self, memory: StageMemory) -> None:
+        self.memory = memory
+        self._scopes: list[AbstractContextManager[None]] = []
+
+    def enter(self) -> None:
+        self._scopes.append(self.memory.scope())
+        self._scopes[-1].__enter__()
+
+    def leave(self, kept: list[torch.Tensor]) -> None:
+        if kept:
+            self.memory.keep(kept)
+        self._scopes.pop().__exit__(None, None, None)
+
+    def free(self, freed: list[torch.Tensor]) -> None:
+        self.memory.free(freed)
+
+
+def stage_memory(slab_bytes: int, device: str) -> Tensors:
     slab_u8, record = None, None
     if device == "cuda":
         slab_u8, record = torch.empty(slab_bytes, dtype=torch.uint8, device=device), recorded_event
-    memory = StageMemory(slab_bytes, slab_u8=slab_u8, record_completion=record)
-
-    def release(held: dict[int, Any], span: int) -> None:
-        memory.free((held.pop(span),))
-
-    with scratch.use(memory), memory.scope():
-        yield scratch.u8, release
+    return Tensors(StageMemory(slab_bytes, slab_u8=slab_u8, record_completion=record))
 
 
 CONTENDERS = {
-    "torch.empty and del": torch_empty,
-    "arena: a span and back": arena_alone,
+    "torch.empty and del": TorchEmpty,
+    "arena: a span and back": ArenaAlone,
     "stage memory: a tensor and back": stage_memory,
 }
 
@@ -94,33 +172,62 @@ def recorded_event(stream: Stream) -> Completion:
 
 
 def pair_times_ns(trace: Trace, contender: Any, device: str, repeats: int) -> list[int]:
-    """Take plus release of every span of a trace, `repeats` times over, after a first time that does not count."""
+    """For every span of a trace its take and its share of the scope that gives it back, `repeats` times over.
+
+    A first time does not count.
+    """
     _, events, slab_bytes = trace
-    held: dict[int, Any] = {}
-    times: list[int] = []
-    with contender(ROOM * slab_bytes, device) as (take, release):
+    blocks, times = blocks_of(events), list[int]()
+    lender = contender(slab_bytes + slab_bytes // ROOM_PART, device)
+    with scratch.use(lender.memory) if isinstance(lender, Tensors) else nullcontext():
         for repeat in range(repeats + 1):
-            took_ns: dict[int, int] = {}
-            for event in events:
-                span = event.span
-                if event.action == "take":
-                    began = clock()
-                    held[span] = take(event.n_bytes)
-                    took_ns[span] = clock() - began
-                else:
-                    began = clock()
-                    release(held, span)
-                    took_ns[span] += clock() - began
-            for span in list(held):  # held for life, as far as the trace knows
-                release(held, span)
+            took_ns = run_blocks(blocks, lender)
             times += took_ns.values() if repeat else ()
     return times
+
+
+def run_blocks(blocks: Sequence[Block], lender: Any) -> dict[int, int]:
+    """Every span's ns, once through a trace."""
+    held: dict[int, Any] = {}
+    took_ns: dict[int, int] = {}
+    take, begins = lender.take, True
+
+    def take_all(spans: Iterable[tuple[int, int]]) -> None:
+        for span, n_bytes in spans:
+            began = clock()
+            held[span] = take(n_bytes)
+            took_ns[span] = clock() - began
+
+    for outer, inner, dies, kept, freed, last in blocks:
+        scopes_ns = 0
+        if begins:
+            began = clock()
+            lender.enter()
+            scopes_ns = clock() - began
+        take_all(outer)
+        began = clock()
+        lender.enter()
+        scopes_ns += clock() - began
+        take_all(inner)
+        began = clock()
+        lender.leave([held[span] for span in kept])
+        for span in dies:
+            del held[span]
+        if freed:
+            lender.free([held.pop(span) for span in freed])
+        if last:
+            lender.leave([])
+        scopes_ns += clock() - began
+        for span in (*dies, *freed):
+            took_ns[span] += scopes_ns // (len(dies) + len(freed))
+        begins = last
+    return took_ns
 
 
 def bench_pairs(traces: Sequence[Trace], device: str, repeats: int, tell: Tell) -> None:
     """Each contender with 1 thread that runs every trace, and 8 that share them out, each with its own memory."""
     for n_threads in (1, 8):
-        torch_us = 0.0
+        torch_us: tuple[float, float] | None = None
         parts = [traces[number::n_threads] for number in range(n_threads)]
         for name, contender in CONTENDERS.items():
             begin = Barrier(n_threads)
@@ -131,10 +238,15 @@ def bench_pairs(traces: Sequence[Trace], device: str, repeats: int, tell: Tell) 
 
             with ThreadPoolExecutor(n_threads) as pool:
                 times = sorted(chain.from_iterable(pool.map(work, parts)))
-            median_us, p99_us = times[len(times) // 2] / 1e3, times[len(times) * 99 // 100] / 1e3
-            torch_us = torch_us or median_us
+            median_us, p99_us, mean_us = (
+                times[len(times) // 2] / 1e3,
+                times[len(times) * 99 // 100] / 1e3,
+                mean(times) / 1e3,
+            )
+            torch_us = torch_us or (median_us, mean_us)
             facts = {"device": device, "threads": n_threads, "pairs": len(times)}
-            tell(name, **facts, median_us=median_us, p99_us=p99_us, to_torch=median_us / torch_us)
+            took = {"median_us": median_us, "p99_us": p99_us, "mean_us": mean_us}
+            tell(name, **facts, **took, to_torch=median_us / torch_us[0], mean_to_torch=mean_us / torch_us[1])
 
 
 # RMM's shapes

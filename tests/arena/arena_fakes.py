@@ -50,4 +50,18 @@ def check_tiles(arena):
     assert stats.n_used == sum(row[2] == "used" for row in layout)
     assert stats.n_pending == sum(row[2] == "pending" for row in layout)
     assert stats.n_free == sum(row[2] in ("free", "kept") for row in layout)
+    check_runs(arena._slab)
     return layout
+
+
+def check_runs(slab):
+    """Whatever is unfinished lies in runs of its stream, no two of which touch, and in no free span."""
+    for line in slab.timelines.values():
+        runs = sorted((begin, begin + size) for part in line.runs for begin, size in part.starts.items())
+        for part in line.runs:
+            assert not set(part.starts) & set(part.ends), "two runs of a stream touch"
+        unfinished = list(line.unfinished.within(0, slab.slab_bytes))
+        for begin, end in unfinished:
+            assert sum(max(0, min(end, b) - max(begin, a)) for a, b in runs) == end - begin
+        assert line.unfinished.total_bytes == sum(end - begin for begin, end in unfinished)
+        assert line.unfinished or not runs, "runs with nothing unfinished in them are free for all"

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from rocline.arena.classes import GRANULE_BYTES, FreeSpans, SpansBySize, align_up, class_of
-from rocline.arena.completions import PendingSpans
+from rocline.arena.classes import GRANULE_BYTES, FreeSpans, SpansBySize, align_up, class_of, joined
+from rocline.arena.completions import Unfinished
 
 SLAB_GRANULES = 1 << 14
 
@@ -73,29 +73,46 @@ def test_free_neighbours_join_in_any_order(rng):
     assert free.n_merges == 63
 
 
-def test_pending_spans_leave_in_the_order_of_their_places(rng):
-    pending = PendingSpans(SLAB_GRANULES * GRANULE_BYTES)
-    places = {}
+def granules_of(unfinished, first, last):
+    return {at for begin, end in unfinished.within(first, last) for at in range(begin, end)}
+
+
+def test_unfinished_ranges_against_one_place_a_granule(rng):
+    """Ranges are put, lent again in any cut, and finish by place; the naive model keeps a place for each granule."""
+    unfinished, places, passed = Unfinished(), {}, 0
     for step in range(3000):
-        offset = int(rng.integers(64)) * 1024
-        if offset in places:  # gone early, or cut: the rest keeps its place
-            place = places.pop(offset)
-            if pending.starts[offset] == 1024 and rng.integers(2):
-                pending.cut(offset, 512)
-                pending.cut(offset + 512, 256)
-                assert pending.starts[offset + 768] == 256
-                assert pending.pop_passed(place - 1) == [] or min(places.values()) < place
-                places = {at: p for at, p in places.items() if p >= place}
-                assert (offset + 768, 256) in pending.pop_passed(place)
-                places = {at: p for at, p in places.items() if p > place}
-            else:
-                pending.cut(offset, 1024)
-        else:
-            pending.put(offset, 1024, step + 1)
-            places[offset] = step + 1
-        if step % 50 == 0 and places:
-            passed = sorted(places.values())[len(places) // 2]
-            assert sorted(pending.pop_passed(passed)) == sorted((at, 1024) for at, p in places.items() if p <= passed)
-            places = {at: p for at, p in places.items() if p > passed}
-        assert set(pending.starts) == set(places)
-        assert len(pending._order) <= 64 + 4 * len(places) + 1
+        begin, n = int(rng.integers(200)), int(rng.integers(1, 12))
+        granules = range(begin, begin + n)
+        if rng.integers(3) and not any(at in places for at in granules):
+            place = passed + 1 + int(rng.integers(6))
+            unfinished.put(begin, begin + n, place)
+            places |= dict.fromkeys(granules, place)
+        elif rng.integers(2):
+            touched = unfinished.cut(begin, begin + n)
+            assert (touched > 0) == any(at in places for at in granules)
+            places = {at: place for at, place in places.items() if at not in granules}
+        elif rng.integers(4) == 0:
+            passed += 1
+            unfinished.pop_passed(passed)
+            places = {at: place for at, place in places.items() if place > passed}
+        assert unfinished.total_bytes == len(places)
+        assert granules_of(unfinished, 0, 300) == set(places)
+        assert granules_of(unfinished, begin, begin + n) == {at for at in granules if at in places}
+        assert bool(unfinished) == bool(places)
+        assert len(unfinished) <= len(places)
+        assert len(unfinished._order) <= 64 + 4 * len(unfinished) + 1, step
+
+
+def test_neighbours_that_end_together_are_one_range():
+    unfinished = Unfinished()
+    for begin, place in ((0, 1), (2, 1), (3, 2), (1, 1)):
+        unfinished.put(begin, begin + 1, place)
+    assert len(unfinished) == 2
+    assert list(unfinished.within(0, 9)) == [(0, 4)]
+    unfinished.pop_passed(1)
+    assert list(unfinished.within(0, 9)) == [(3, 4)]
+
+
+def test_joined_neighbours():
+    assert joined([(6, 9), (0, 2), (2, 4), (5, 6)]) == [(0, 4), (5, 4)]
+    assert joined([]) == []

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rocline.arena.arena import SPARE_PART
 from rocline.arena.replay import plan
 from rocline.arena.trace import read_csv
+from rocline.engine import scratch
+from rocline.engine.scratch import StageMemory
 from rocline.tools import bench_arena
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "traces"
@@ -44,6 +47,42 @@ def test_every_figure_is_there(few, capsys):
     assert row["slab_bytes"] == planned.slab_bytes
     assert row["to_peak_used"] == pytest.approx(planned.ratio_used, abs=1e-3)
     assert rows["torch's caching allocator on the same traces", None] == {"not_measured": "it needs --device gpu"}
+
+
+def test_blocks_are_what_a_stage_does():
+    """Every span is taken in one block and goes in one, layers' temporaries with their scope."""
+    events = read_csv(TRACE)
+    live, n_taken = set(), 0
+    for outer, inner, dies, kept, freed, last in bench_arena.blocks_of(events):
+        spans = [span for span, _ in (*outer, *inner)]
+        assert not live.intersection(spans)
+        live.update(spans)
+        assert set(dies) | set(kept) == {span for span, _ in inner}
+        live.difference_update(dies, freed)
+        assert last == (not live)
+        n_taken += len(spans)
+    assert n_taken == sum(event.action == "take" for event in events)
+    assert last
+
+
+@pytest.mark.parametrize(("spare", "late"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("stage", range(8))
+@pytest.mark.parametrize("chunk_rows", [256, 1024])
+def test_a_stage_runs_in_the_planned_slab_and_by_heart_in_one_with_room_to_spare(chunk_rows, stage, spare, late):
+    """Whether work ends at once or never."""
+    events = read_csv(SHIPPED / f"cpu-shapes-chunk{chunk_rows}-stage{stage}.csv")
+    planned = plan(events)
+    slab_bytes = planned.peak_used_bytes * SPARE_PART // (SPARE_PART - 1) + 4096 if spare else planned.slab_bytes
+    memory = StageMemory(slab_bytes, record_completion=(lambda stream: lambda: False) if late else None)
+    tensors, blocks = bench_arena.Tensors(memory), bench_arena.blocks_of(events)
+    with scratch.use(memory):
+        for _ in range(4):
+            bench_arena.run_blocks(blocks, tensors)
+    stats = memory.arena.stats()
+    assert (stats.used_bytes, stats.waits) == (0, 0)
+    assert stats.takes == 2 * len(events)
+    assert stats.high_water_bytes <= planned.peak_used_bytes
+    assert memory.scripts
 
 
 def test_a_folder_and_a_trace_that_keeps_a_span(few, capsys, tmp_path):
