@@ -12,9 +12,8 @@ from functools import cached_property
 from math import prod
 
 from rocline.engine.config import GROUP, LayerRole, ModelConfig
-from rocline.engine.handoff import Reach
+from rocline.engine.handoff import PrefillMode, Reach, reach_for
 from rocline.engine.layout import Component, TensorSpec, expected_tensors
-from rocline.engine.model import PrefillMode
 from rocline.engine.stage import StageLayers
 
 # Made by a source's key/value side, which may stand a stage before the layer.
@@ -172,8 +171,7 @@ class CostModel:
 
     def reach(self, mode: PrefillMode, prompt_tokens: int) -> Reach:
         """Which rows of a prompt each layer runs."""
-        first_layer = self.n_encoder if mode == "halo" else self.n_layers + 1
-        return Reach(prompt_tokens, self.text.sliding_window, self.n_layers, first_layer)
+        return reach_for(self.text, mode, prompt_tokens)
 
 
 def _count(tensors: dict[str, TensorSpec], chosen_share: float) -> LayerCost:

@@ -16,6 +16,7 @@ PlacementKind = Literal["folded", "contiguous"]
 MAX_STAGES = 8
 ENCODER_LAYERS = 4  # of one stage at most where the stages suffice: more, and the others wait for it
 CHOICE_RATES = Rates(17e12)  # the middle of the forecast's range; cuts differ little over it
+HOST_RATES = Rates(20e9, 10e9, 10e9)  # a core or two in torch; only the ratio to a step's fixed cost matters
 # A request is a cold prompt of the declared context and this many tokens, its share when eight decode.
 REQUEST_TOKENS = 8192
 HISTORIES = 8  # lengths at which a prompt's chunks are timed: one, the middle, is 8 % off at the release's limit
@@ -95,6 +96,21 @@ def equal_cut(config: ModelConfig, n_stages: int) -> Placement:
     return Placement("contiguous", tuple(PlacedStage(stage, (run,)) for stage, run in enumerate(runs)))
 
 
+def host_placement(
+    model: CostModel, kind: PlacementKind, stage_devices: Sequence[int], context: int, chunk_rows: int
+) -> Placement:
+    """The cut for stages in host memory: shared by weight and by what a CPU takes. Raises PlacementError."""
+
+    def need_bytes(visits: tuple[StageLayers, ...]) -> int:
+        return sum(model.layers[layer].weight_bytes for visit in visits for layer in visit.layers)
+
+    rooms = [2**62] * len(stage_devices)
+    placer = Placer(model, kind, stage_devices, need_bytes, rooms, context, chunk_rows, rates=HOST_RATES)
+    if not (placement := placer.choose()):
+        raise PlacementError(f"{model.n_layers} layers cannot be cut into {len(stage_devices)} {kind} stages")
+    return placement
+
+
 class Placer:
     """Finds the best cut of a configuration over n_stages stages.
 
@@ -102,6 +118,7 @@ class Placer:
     need_bytes     memory that a stage needs with given visits; more layers never need less
     room_bytes     memory that each stage may use
     drafts         whether the last layer's stage drafts tokens too
+    rates          of one device
 
     Key/value sources, which score their whole history, stand on different stages, or where that leaves no cut as few
     together as possible.
@@ -125,6 +142,7 @@ class Placer:
         context: int,
         chunk_rows: int,
         drafts: bool = False,
+        rates: Rates = CHOICE_RATES,
     ) -> None:
         self.model, self.kind, self.stage_devices = model, kind, tuple(stage_devices)
         self.n_stages = len(stage_devices)
@@ -133,7 +151,7 @@ class Placer:
                 f"{self.n_stages} stages for {model.n_layers} layers: must be 1 to {min(MAX_STAGES, model.n_layers)}"
             )
         self._need_bytes, self._room_bytes = cache(need_bytes), room_bytes
-        self._chunk_rows, self._drafts = chunk_rows, drafts
+        self._chunk_rows, self._drafts, self._rates = chunk_rows, drafts, rates
         self._histories = [context * (2 * at + 1) // (2 * HISTORIES) for at in range(HISTORIES)]
         self._n_chunks = -(-context // chunk_rows)
         n_owners = len(model.text.kv_source_layer_ids)
@@ -280,8 +298,8 @@ class Placer:
             return (0.0,) * HISTORIES
         visit = layer_run(self.model.config, first, stop)
         return tuple(
-            CHOICE_RATES.step_s
-            + self.model.work_s(visit.layers, visit.kv_sides, lambda layer: self._chunk_rows, history, CHOICE_RATES)
+            self._rates.step_s
+            + self.model.work_s(visit.layers, visit.kv_sides, lambda layer: self._chunk_rows, history, self._rates)
             for history in self._histories
         )
 
@@ -289,14 +307,14 @@ class Placer:
         """Seconds of one decoded row at the middle of the context, its logits with the last layer."""
         seconds = sum(self._visit_s(visit) for visit in visits)
         if visits[-1].layers[-1] == self.model.n_layers - 1:
-            seconds += self.model.head.seconds(1, CHOICE_RATES)
-            seconds += self.model.draft_s(1, CHOICE_RATES) if self._drafts else 0.0
+            seconds += self.model.head.seconds(1, self._rates)
+            seconds += self.model.draft_s(1, self._rates) if self._drafts else 0.0
         return seconds
 
     def _visit_s_of(self, visit: StageLayers) -> float:
         history = self._histories[HISTORIES // 2]
-        work_s = self.model.work_s(visit.layers, visit.kv_sides, lambda layer: 1, history, CHOICE_RATES)
-        return CHOICE_RATES.step_s + work_s
+        work_s = self.model.work_s(visit.layers, visit.kv_sides, lambda layer: 1, history, self._rates)
+        return self._rates.step_s + work_s
 
     def _placement(self, cut: Sequence[_Edge]) -> Placement:
         stages = (PlacedStage(device, edge.visits) for device, edge in zip(self.stage_devices, cut, strict=True))

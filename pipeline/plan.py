@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from rocline.arena.arena import SPARE_PART
 from rocline.arena.classes import align_up
 from rocline.arena.replay import peaks
 from rocline.arena.replay import plan as smallest_slab
@@ -251,7 +252,8 @@ class _Memory:
 
     def _slab_bytes(self, slabs: list[int], n_rows: int, visits: Sequence[StageLayers], n_handoffs: int) -> int:
         largest = max(slabs[layer] for visit in visits for layer in visit.layers)
-        return align_up(largest + n_handoffs * n_rows * self.model.hop_row_bytes)
+        least_bytes = largest + n_handoffs * n_rows * self.model.hop_row_bytes
+        return align_up(least_bytes + least_bytes // SPARE_PART)  # with that to spare a scope's spans need no search
 
 
 @cache

@@ -16,13 +16,10 @@ from rocline.pipeline.costs import CostModel, Rates, rows_in
 from rocline.pipeline.forecast import (
     FORECAST_FLOPS,
     PUBLISHED,
-    Step,
     decode_rate,
-    decode_steps,
     prefill,
     published_runs,
     reproduces_published,
-    simulate,
     stage_shares,
 )
 from rocline.pipeline.placement import (
@@ -36,6 +33,7 @@ from rocline.pipeline.placement import (
     equal_cut,
     layer_run,
 )
+from rocline.pipeline.simulate import CostTiming
 from rocline.tools.demo_checkpoint import demo_config
 
 MICRO = Path(__file__).parents[1] / "data" / "golden" / "micro" / "model"
@@ -273,12 +271,6 @@ def test_no_history_cost_lets_a_busy_card_have_the_published_mean():
     assert 1 / (dense_s + most_history_s * long / short) > 1.15 * long_rate
 
 
-def test_bubble_of_equal_stages():
-    line = simulate([[Step(device, 1.0) for device in range(8)]] * 128, n_devices=8, in_flight=16)
-    assert line.total_s == 128 + 7
-    assert line.bubble <= 0.055
-
-
 @pytest.mark.parametrize("flops_per_s", FORECAST_FLOPS)
 @pytest.mark.parametrize(("prompt_tokens", "least"), [(261_933, 1.55), (1_000_411, 1.5)])
 def test_folding_pays(prompt_tokens, least, flops_per_s):
@@ -302,34 +294,14 @@ def test_folding_pays_less_against_a_contiguous_cut_made_for_halo():
         assert slow / fast >= least
 
 
-def test_the_simulation_keeps_its_bounds(rng):
-    for _ in range(50):
-        n_devices, n_jobs, in_flight = (int(n) for n in rng.integers(1, 9, size=3))
-        jobs = [
-            [
-                Step(int(rng.integers(n_devices)), float(s), float(h))
-                for s, h in rng.random((int(rng.integers(1, 7)), 2))
-            ]
-            for _ in range(n_jobs)
-        ]
-        line = simulate(jobs, n_devices, in_flight)
-        assert line == simulate(jobs, n_devices, in_flight)
-        alone_s = [sum(step.seconds for step in job) + sum(step.hop_s for step in job[:-1]) for job in jobs]
-        for device, busy_s in enumerate(line.busy_s):
-            assert busy_s == pytest.approx(sum(s.seconds for job in jobs for s in job if s.device == device))
-        assert max(*line.busy_s, *alone_s) <= line.total_s + 1e-9
-        assert line.total_s <= sum(alone_s) + 1e-9
-        if in_flight == 1:
-            assert line.total_s == pytest.approx(sum(alone_s))
-
-
 def test_decode_is_bound_by_latency_then_by_the_busiest_card():
     placement = equal_cut(RELEASE.config, 8)
-    steps = decode_steps(RELEASE, placement, 1, CHOICE_RATES, 4096)
+    timing = CostTiming(RELEASE, placement, CHOICE_RATES)
+    steps_s = [timing.step_s(place, 1, 4096) for place in range(8)]
     alone = decode_rate(RELEASE, placement, 1, 1, CHOICE_RATES)
-    assert alone == pytest.approx(1 / sum(step.seconds + step.hop_s for step in steps))
+    assert alone == pytest.approx(1 / (sum(steps_s) + sum(timing.row_hop_s(place) for place in range(8))))
     eight = decode_rate(RELEASE, placement, 8, 8, CHOICE_RATES)
-    assert alone < eight <= 1 / max(step.seconds for step in steps) * (1 + 1e-9)
+    assert alone < eight <= 1 / max(steps_s) * (1 + 1e-9)
     assert decode_rate(RELEASE, placement, 64, 8, CHOICE_RATES) > eight
     for n_groups in (0, 9):
         with pytest.raises(ValueError, match="must be 1 to 8"):

@@ -1,0 +1,475 @@
+"""The engine: requests in, tokens out, over stages that are threads (design.md sections 5 to 8).
+
+There is no thread of its own: whoever brings news (a caller of `submit`, a worker at the end of a path) moves the
+schedule on, under one lock that is held for bookkeeping only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rocline.arena.spans import ArenaFull
+from rocline.arena.trace import Recorder
+from rocline.engine.answer import Answer, Ask, answer
+from rocline.engine.checkpoint import Checkpoint
+from rocline.engine.config import ModelConfig
+from rocline.engine.digest import LogitsDigest, ids_sha256
+from rocline.engine.engram import load_id_map
+from rocline.engine.engram_ahead import EngramAhead, Gathered
+from rocline.engine.generation import check_prompt
+from rocline.engine.handoff import HandOff, reach_for
+from rocline.engine.layers.head import embed_rows, lookback_rows
+from rocline.engine.pages import PAGE_POSITIONS, PagePlanes, Pages
+from rocline.engine.routes import routes
+from rocline.engine.sampling import SamplerState
+from rocline.engine.scratch import StageMemory
+from rocline.engine.stage import Stage, StageLayers
+from rocline.engine.weights import ModelWeights, load_weights
+from rocline.pipeline.costs import CostModel
+from rocline.pipeline.options import Options
+from rocline.pipeline.placement import Placement, host_placement
+from rocline.pipeline.request import (
+    EngineError,
+    FinishReason,
+    NotReady,
+    Progress,
+    Request,
+    RequestFailed,
+    Summary,
+)
+from rocline.pipeline.schedule import Entry, Job, Limits, Schedule
+from rocline.pipeline.simulate import best_groups
+from rocline.pipeline.stats import StageStats, State, Stats
+from rocline.pipeline.stream import Stream
+from rocline.pipeline.timeline import Intervals, Timeline
+from rocline.pipeline.transport import InProcess
+from rocline.pipeline.watchdog import StepPredictor, Watchdog
+from rocline.pipeline.worker import Task, Worker
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CLOSE_S = 30.0
+HANG_FLOOR_S = 30.0
+CUT_CONTEXT = 8192  # for which stages on the host are cut, where a request may be longer
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request and everything that is kept of it outside the stages.
+
+    prompt_logprobs_from  position of the first prompt token whose log-probability has not been told yet
+    """
+
+    request: Request
+    entry: Entry
+    stream: Stream
+    sampler: SamplerState
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    digest: LogitsDigest | None = None
+    prompt_logprobs_from: int = 1
+    first_token_s: float | None = None
+
+    @property
+    def progress(self) -> Progress:
+        entry = self.entry
+        n_rows = entry.prefill_end or len(entry.ids)
+        return Progress(entry.phase, min(entry.rows_done, n_rows), n_rows)
+
+
+class Engine:
+    """A loaded model that serves requests. Thread-safe.
+
+    on_failure      called once, from any thread, when only a restart helps: a stage failed or hangs
+    page_positions  positions of a KV page
+    poison          as in StageMemory (tests)
+    hang_floor_s    a stage step is no hang before
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        options: Options,
+        *,
+        on_failure: Callable[[str], None] = lambda reason: None,
+        page_positions: int = PAGE_POSITIONS,
+        poison: bool = False,
+        hang_floor_s: float = HANG_FLOOR_S,
+    ) -> None:
+        """Raises PlacementError when the model cannot be cut as `options` say."""
+        text = config.text_config
+        self.config, self.options = config, options
+        self.context = min(options.context or text.max_position_embeddings, text.max_position_embeddings)
+        self.placement = _placement(config, options, self.context)
+        self.weights, self._on_failure = weights, on_failure
+        self._lock = threading.Condition(threading.Lock())
+        self._state, self._reason = State.STARTING, ""
+        self._running: dict[int, _Running] = {}
+        self._ended: Counter[str] = Counter()
+        self._n_requests = self._prompt_rows = self._output_tokens = 0
+        self._opened_s = time.monotonic()
+
+        model = CostModel(config)
+        n_pages = -(-(options.kv_tokens or 2 * self.context) // page_positions)
+        limits = Limits(
+            chunk_rows=options.chunk_rows,
+            mixed_chunk_rows=min(options.mixed_chunk_rows, options.chunk_rows),
+            inflight_chunks=options.inflight_chunks,
+            running=options.running,
+            queue=options.queue,
+            reserve_tokens=options.reserve_tokens,
+            n_groups=lambda n: options.groups or best_groups(model, self.placement, n),
+        )
+        self._pages = Pages(n_pages, page_positions)
+        self._schedule = Schedule(limits, self._pages, partial(reach_for, text))
+        self._timeline = Timeline(options.stages)
+        self._watchdog = Watchdog(options.stages, self._on_hang, floor_s=hang_floor_s)
+        self._workers = self._make_workers(poison)
+        tables = {n: layer.engram.table for n, layer in weights.layers.items() if layer.engram}
+        self._ahead = EngramAhead(tables) if tables else None
+        visits = [stage.visits for stage in self.placement.stages]
+        self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
+        for worker in self._workers:
+            worker.start()
+        self._state = State.READY
+
+    def _make_workers(self, poison: bool) -> list[Worker]:
+        config, options, path = self.config, self.options, self.placement.path
+        devices = [stage.device for stage in self.placement.stages]
+        of_visit = dict(zip(path, routes(config, [(devices[stage], visit) for stage, visit in path]), strict=True))
+        predictor = StepPredictor()
+        planes: dict[int, PagePlanes] = {}
+        for device in sorted(set(devices)):
+            on_device = [stage.visits for stage in self.placement.stages if stage.device == device]
+            sources = _sources(config, [visit for visits in on_device for visit in visits])
+            planes[device] = PagePlanes(config.text_config, sources, self._pages.n_pages, self._pages.page_positions)
+        workers = []
+        for number, placed in enumerate(self.placement.stages):
+            memory = StageMemory(int(options.arena_gib * GIB), name=f"arena of stage {number}", poison=poison)
+            stage = Stage(
+                config,
+                placed.visits,
+                self.weights.layers,
+                planes[placed.device],
+                memory,
+                [of_visit[number, visit] for visit in placed.visits],
+            )
+            worker = Worker(number, placed.device, stage, self, InProcess(), self._timeline, self._watchdog, predictor)
+            workers.append(worker)
+        return workers
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        options: Options,
+        *,
+        advance: Callable[[int], None] = lambda n_bytes: None,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> Engine:
+        """Check and read a checkpoint folder, and start its stages.
+
+        advance  called with bytes read. Raises ConfigError, CheckpointError or PlacementError.
+        """
+        config = ModelConfig.load(folder)
+        with Checkpoint.open(folder, config) as checkpoint:
+            id_map = load_id_map(folder, config.text_config)
+            weights = load_weights(checkpoint, config.text_config, id_map, options.engram, advance)
+        return cls(config, weights, options, on_failure=on_failure)
+
+    # For callers
+
+    def submit(self, request: Request) -> Stream:
+        """Take a request; its Stream tells everything else.
+
+        Raises PromptError and SamplingError for what the model cannot run, TooLong, QueueFull and NotReady.
+        """
+        text, params = self.config.text_config, request.params
+        prompt_ids = check_prompt(text, request.prompt_ids, self.context)
+        sampler = SamplerState(params, prompt_ids, [self.config.eos_token_id], text.vocab_size)
+        max_tokens = min(params.max_tokens, self.context - len(prompt_ids))
+        mode = "full" if request.prompt_logprobs else self.options.prefill
+        with self._lock:
+            if self._state is not State.READY:
+                raise NotReady(f"the engine is {self._state.value}{': ' * bool(self._reason)}{self._reason}")
+            number = self._n_requests
+            entry = Entry(number, prompt_ids, max_tokens, mode, request.prompt_logprobs)
+            self._schedule.add(entry, time.monotonic())
+            self._n_requests += 1
+            stream = Stream(number, request, sampler.seed, self.cancel)
+            digest = LogitsDigest() if request.logits_digest else None
+            self._running[number] = _Running(request, entry, stream, sampler, digest=digest)
+            self._advance()
+        return stream
+
+    def cancel(self, number: int) -> None:
+        """End a request, if it has not ended: its stages drop what is theirs at their next step."""
+        with self._lock:
+            if running := self._running.get(number):
+                self._finish(running, "abort")
+                self._advance()
+
+    def stats(self) -> Stats:
+        """This moment's figures, without waiting for the stages."""
+        with self._lock:
+            schedule = self._schedule
+            return Stats(
+                state=self._state,
+                reason=self._reason,
+                uptime_s=time.monotonic() - self._opened_s,
+                queued=schedule.queued,
+                prefilling=schedule.prefilling,
+                decoding=schedule.decoding,
+                paused=schedule.paused,
+                running_limit=self.options.running,
+                queue_limit=self.options.queue,
+                ended=dict(self._ended),
+                prompt_rows=self._prompt_rows,
+                output_tokens=self._output_tokens,
+                engram_wait_s=self._ahead.wait_s if self._ahead else 0.0,
+                n_pages=self._pages.n_pages,
+                free_pages=self._pages.n_free,
+                page_positions=self._pages.page_positions,
+                stages=tuple(map(_stage_stats, self._workers)),
+            )
+
+    def timeline(self) -> Intervals:
+        """What each stage did when, as far back as is kept."""
+        return self._timeline.intervals()
+
+    def record_arena(self, stage: int) -> Recorder:
+        """From now on note what a stage takes from its arena; it costs memory until stop_recording."""
+        recorder = self._workers[stage].stage.memory.arena.recorder = Recorder()
+        return recorder
+
+    def stop_recording(self, stage: int) -> None:
+        self._workers[stage].stage.memory.arena.recorder = None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more requests and wait for those there are; whether all have ended, and the stages, in time."""
+        with self._lock:
+            if self._state is State.READY:
+                self._state = State.DRAINING
+            return self._lock.wait_for(lambda: self._is_over or self._schedule.is_idle, timeout_s)
+
+    def close(self) -> None:
+        """End what still runs as "abort" and stop the threads. Harmless twice."""
+        with self._lock:
+            for running in list(self._running.values()):
+                self._finish(running, "abort")
+            if self._state is not State.FAILED:
+                self._state = State.CLOSED
+        stopped = [worker.close(CLOSE_S) for worker in self._workers]
+        self._watchdog.close()
+        if self._ahead:
+            self._ahead.close()
+        if not all(stopped):
+            log.error("stages %s did not stop in %.0f s", [n for n, ok in enumerate(stopped) if not ok], CLOSE_S)
+
+    # For workers (worker.Line)
+
+    def is_stale(self, job: Job) -> bool:
+        return not any(entry.number in self._running for entry in job.entries)
+
+    def first_rows(self, task: Task) -> HandOff:
+        job = task.job
+        return embed_rows(self.config.text_config, self.weights.embed_bf16, job.spans, _ids(job), task.engram)
+
+    def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
+        if task.place < len(self._path) - 1:
+            return {} if rows.is_spent else None
+        job = task.job
+        asks = {entry.number: self._ask(entry, span.end) for entry, span in zip(job.entries, job.spans, strict=True)}
+        return answer(self.config.text_config, self.weights, rows, asks)
+
+    def _ask(self, entry: Entry, end: int) -> Ask:
+        running = self._running.get(entry.number)
+        if running is None:
+            return Ask(None)
+        request = running.request
+        return Ask(
+            running.sampler if end == len(entry.ids) else None,
+            request.n_logprobs,
+            request.prompt_ids if request.prompt_logprobs else (),
+            running.prompt_logprobs_from,
+            request.logits_digest,
+        )
+
+    def pass_on(self, task: Task) -> None:
+        task.place += 1
+        self._put(task)
+
+    def done(self, job: Job, answers: dict[int, Answer]) -> None:
+        with self._lock:
+            self._prompt_rows += 0 if job.is_step else job.n_rows
+            for entry in job.entries:
+                if running := self._running.get(entry.number):
+                    self._tell(running, answers.get(entry.number) or Answer())
+            self._schedule.done(job)
+            self._advance()
+
+    def bad(self, worker: Worker, rows: list[tuple[int, int]]) -> None:
+        with self._lock:
+            for sequence, position in rows:
+                self._fail_request(
+                    sequence,
+                    f"the residual streams of position {position} are not finite after stage {worker.number}; "
+                    "the request cannot go on",
+                )
+
+    def failed(self, worker: Worker, job: Job | None, error: Exception) -> None:
+        if not job or not isinstance(error, ArenaFull):
+            log.error("stage %d failed in %s", worker.number, job or "its own work", exc_info=error)
+            self._fail(f"stage {worker.number} failed: {type(error).__name__}: {error}; restart the server")
+            return
+        with self._lock:  # the stage is whole; of these requests it has lost the state
+            for entry in job.entries:
+                self._fail_request(entry.number, str(error))
+            self._schedule.done(job)
+            self._advance()
+
+    def _on_hang(self, stage: int, what: str, age_s: float, limit_s: float) -> None:
+        self._fail(f"stage {stage} hangs: {what} has run {age_s:.0f} s, limit {limit_s:.0f}; restart the server")
+
+    # Under the lock
+
+    @property
+    def _is_over(self) -> bool:
+        return self._state in (State.FAILED, State.CLOSED)
+
+    def _advance(self) -> None:
+        """Send what can be sent, and close what has ended."""
+        if self._is_over:
+            return
+        now_s, jobs = time.monotonic(), []
+        while job := self._schedule.next_job(now_s):
+            jobs.append(job)
+        for entry in self._schedule.retired():
+            for worker in self._workers:
+                worker.stage.close(entry.number)
+        for entry in self._schedule.opened():
+            for worker in self._workers:
+                worker.stage.open(entry.number, entry.page_table)
+        for job in jobs:
+            self._put(Task(job, self._gathered(job)))
+        if self._schedule.is_idle:
+            self._lock.notify_all()
+
+    def _gathered(self, job: Job) -> Gathered | None:
+        """Table rows for the job, which the host begins to gather now that its ids are known."""
+        if self._ahead is None:
+            return None
+        return self._ahead.start(lookback_rows(self.config.text_config, job.spans, _ids(job)))
+
+    def _put(self, task: Task) -> None:
+        stage, visit = self._path[task.place]
+        self._workers[stage].put(task, visit)
+
+    def _tell(self, running: _Running, news: Answer) -> None:
+        """Publish what a job brought to one of its requests, and end it if that was all."""
+        if news.prompt_logprobs:
+            running.prompt_logprobs_from += len(news.prompt_logprobs)
+        if news.why:
+            self._fail_request(running.entry.number, news.why)
+            return
+        if news.token is None:
+            running.stream.publish(running.progress, prompt_logprobs=news.prompt_logprobs)
+            return
+        token, output_ids = news.token, running.output_ids
+        if running.first_token_s is None:
+            running.first_token_s = time.monotonic()
+        running.sampler.commit([token])
+        output_ids.append(token)
+        self._output_tokens += 1
+        if running.digest and news.logits_f32 is not None:
+            running.digest.add(news.logits_f32)
+        self._schedule.commit(running.entry, token)
+        running.stream.publish(running.progress, array("i", [token]), news.logprobs, news.prompt_logprobs)
+        if token in running.sampler.stop_ids:
+            self._finish(running, "stop")
+        elif len(output_ids) == running.entry.max_tokens:
+            self._finish(running, "length")
+
+    def _finish(self, running: _Running, reason: FinishReason) -> None:
+        entry, stream = running.entry, running.stream
+        summary = Summary(
+            finish_reason=reason,
+            prompt_tokens=len(running.request.prompt_ids),
+            cached_tokens=0,
+            output_tokens=len(running.output_ids),
+            seed=running.sampler.seed,
+            admitted_s=_since(stream.submitted_s, entry.admitted_s),
+            first_token_s=_since(stream.submitted_s, running.first_token_s),
+            total_s=time.monotonic() - stream.submitted_s,
+            pauses=entry.pauses,
+            output_ids_sha256=ids_sha256(running.output_ids),
+            logits_sha256=running.digest.hexdigest() if running.digest else None,
+        )
+        self._end(running, summary, reason)
+
+    def _fail_request(self, number: int, why: str) -> None:
+        if running := self._running.get(number):
+            self._end(running, RequestFailed(why), "failed")
+
+    def _end(self, running: _Running, outcome: Summary | EngineError, how: str) -> None:
+        del self._running[running.entry.number]
+        self._ended[how] += 1
+        self._schedule.end(running.entry)
+        running.stream.end(running.progress, outcome)
+
+    def _fail(self, reason: str) -> None:
+        """Nothing more can be computed: tell everybody."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._state, self._reason = State.FAILED, reason
+            for number in list(self._running):
+                self._fail_request(number, reason)
+            self._lock.notify_all()
+        log.error("%s", reason)
+        self._on_failure(reason)
+
+
+def _sources(config: ModelConfig, visits: Iterable[StageLayers]) -> set[int]:
+    """Key/value sources whose rows some visit reads or makes."""
+    text, sources = config.text_config, set[int]()
+    for visit in visits:
+        sources |= visit.kv_sides | {s for layer in visit.layers if (s := text.layers[layer].kv_source) is not None}
+    return sources
+
+
+def _placement(config: ModelConfig, options: Options, context: int) -> Placement:
+    model = CostModel(config)
+    cut_context = min(context, CUT_CONTEXT)
+    return host_placement(model, options.placement, options.stage_devices, cut_context, options.chunk_rows)
+
+
+def _stage_stats(worker: Worker) -> StageStats:
+    layers = tuple(layer for visit in worker.stage.visits for layer in visit.layers)
+    return StageStats(
+        stage=worker.number,
+        device=worker.device,
+        layers=layers,
+        busy=worker.is_busy,
+        busy_s=worker.busy_s,
+        steps=worker.n_steps,
+        waiting=worker.n_waiting,
+        arena=worker.stage.memory.arena.stats(),
+    )
+
+
+def _ids(job: Job) -> dict[int, array[int]]:
+    return {entry.number: entry.ids for entry in job.entries}
+
+
+def _since(start_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else at_s - start_s
