@@ -49,7 +49,7 @@ def prompt_ids(rng: np.random.Generator, n_rows: int, vocab_size: int = 512) -> 
 
 
 def make_ask(model: Model, prompt: list[int], **sampling: object) -> Ask:
-    params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
     whole = Generation(model, prompt, params, mode="full", chunk_rows=len(prompt))
     list(whole)
     return Ask(

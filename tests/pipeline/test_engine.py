@@ -272,7 +272,7 @@ def test_progress_goes_up_and_one_reader_may_be_late(engines, micro, rng):
         late = engine.submit(ask.request)
         until(lambda: late.ended)
         (update,) = late
-        assert len(update.ids) == 8
+        assert len(update.ids) == 6
 
 
 def test_many_streams_in_one_event_loop(engines, micro, rng):
@@ -284,7 +284,7 @@ def test_many_streams_in_one_event_loop(engines, micro, rng):
         n_ids = 0
         async for update in stream:
             n_ids += len(update.ids)
-        assert n_ids == 8
+        assert n_ids == 6
         assert stream.summary.output_ids_sha256 == ask.ids_sha256
 
     async def read_all() -> None:
