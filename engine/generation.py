@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from rocline.engine.config import TextConfig
@@ -37,7 +38,8 @@ def check_prompt(config: TextConfig, prompt_ids: Sequence[int], context: int | N
         raise PromptError(f"prompt of {n_ids} tokens: at most {context - 1} fit the model's context with a token after")
     try:
         ids = array("i", prompt_ids)
-        in_range = min(ids) >= 0 and max(ids) < vocab
+        seen_i32 = np.frombuffer(ids, dtype=np.int32)  # min() and max() of a million would hold up other requests
+        in_range = bool(seen_i32.min() >= 0 and seen_i32.max() < vocab)
     except (TypeError, OverflowError):  # no integer, or past 32 bits
         in_range = False
     if not in_range:

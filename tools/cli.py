@@ -23,9 +23,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("rocline.tools.serve", "serve a checkpoint over HTTP"),
+    "demo": Command("rocline.tools.demo", "serve a small checkpoint and show what it does"),
     "generate": Command("rocline.tools.generate", "continue a prompt, streaming the text to the terminal"),
     "conform": Command("rocline.tools.conform", "check this build against a folder of golden data"),
-    "trace": Command("rocline.tools.trace", "record, replay and draw what stages take from their arenas"),
+    "trace": Command("rocline.tools.trace", "draw what stages take from their arenas, and their work over time"),
     "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
     "demo-checkpoint": Command("rocline.tools.demo_checkpoint", "write a small checkpoint of the model"),
 }

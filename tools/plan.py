@@ -186,7 +186,7 @@ def _text(found: Plan, report: dict[str, Any]) -> Iterable[str]:
         f"admitted tokens {request.kv_tokens:,}, drafts {request.drafts}."
     )
     yield from _stage_lines(found, report)
-    yield from _memory_lines(found)
+    yield from memory_lines(found)
     yield from _published_lines(report["modelled"])
     if "prefill" in report["modelled"]:
         yield from _forecast_lines(report["modelled"])
@@ -213,7 +213,8 @@ def _visits(placed: PlacedStage) -> tuple[str, str]:
     return words[0], words[1] if len(words) > 1 else "-"
 
 
-def _memory_lines(found: Plan) -> Iterable[str]:
+def memory_lines(found: Plan) -> Iterable[str]:
+    """A table of what each device's memory is for."""
     parts = ("weights", "kv", "prepared", "graphs", "arena", "runtime", "headroom")
     rows: list[Sequence[str]] = [("device", *parts, "kv B/token", "prepared B/token")]
     for device, memory in enumerate(found.memory):

@@ -1,0 +1,223 @@
+"""`rocline serve`: the server, and where each of its settings comes from."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import json
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from rocline.engine.config import ConfigError, ModelConfig
+from rocline.engine.text import TokenizerError
+from rocline.http.pool import PromptPool
+from rocline.http.prompt import Limits
+from rocline.http.server import Server
+from rocline.http.serving import EngineApi, Serving
+from rocline.http.settings import Settings
+from rocline.pipeline.engine import Engine
+from rocline.pipeline.options import Options
+
+EXIT_WRONG_INPUT = 2
+PREFIX = "ROCLINE_"
+KEYS_VARIABLE = PREFIX + "API_KEYS"
+OTHER_VARIABLES = frozenset({KEYS_VARIABLE, PREFIX + "GOLDEN", PREFIX + "CONFIG"})  # not settings
+CONFIG_FILE = "rocline.toml"
+
+
+class ConfigurationError(ValueError):
+    """A setting that does not exist, or a value it cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """
+    model  folder of the checkpoint
+    """
+
+    model: str
+
+
+class Setting(NamedTuple):
+    """One of the fields of Command, Settings and Options."""
+
+    owner: type
+    field: Field[Any]
+    type: Any
+
+    @property
+    def default(self) -> Any:
+        return None if self.field.default is MISSING else self.field.default
+
+
+class Value(NamedTuple):
+    value: Any
+    origin: str
+
+
+SETTINGS = {
+    field.name: Setting(owner, field, get_type_hints(owner)[field.name])
+    for owner in (Command, Settings, Options)
+    for field in fields(owner)
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        description="Serve a checkpoint over HTTP, with OpenAI's routes and SGLang's. Every setting below is also "
+        f"{PREFIX}NAME in the environment and `name = value` in {CONFIG_FILE}; a flag counts before the environment, "
+        f"that before the file. API keys: one a line in --api-key-file, or in {KEYS_VARIABLE} with commas between.",
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"settings (default: {CONFIG_FILE}, if it is there)")
+    parser.add_argument("--check", action="store_true", help="print every setting and where it comes from, and end")
+    for name, setting in SETTINGS.items():
+        default = "" if setting.default is None else f" (default {_shown(setting.default)})"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=_help(name) + default)
+
+
+def _help(name: str) -> str:
+    """From the docstring of the class that owns the setting: its lines are `name  text`."""
+    for line in (SETTINGS[name].owner.__doc__ or "").splitlines():
+        names, _, text = line.strip().partition("  ")
+        if name in names.split(", "):
+            return text.strip().replace("%", "%%")
+    return _OPTION_HELP.get(name, "")
+
+
+_OPTION_HELP = {
+    "device": "where the layers run",
+    "placement": "how layers are cut: folded or contiguous",
+    "prefill": "layers that every prompt row runs: halo or full",
+    "engram": "read the Engram tables, or map their file: ram or mmap",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        values = configuration(vars(args), os.environ, args.config)
+        if args.check:
+            print(json.dumps({name: value._asdict() for name, value in values.items()}, indent=2))
+        folder = values["model"].value
+        settings, options = build(values, Settings), build(values, Options)
+        keys = api_keys(settings, os.environ)
+        if args.check:
+            return 0
+        return serve(folder, settings, options, keys, lambda: Engine.open(folder, options))
+    except (ConfigurationError, ConfigError, TokenizerError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except OSError as error:
+        print(f"serve: {error.filename or settings.host}: {error.strerror}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+
+
+def serve(
+    folder: str,
+    settings: Settings,
+    options: Options,
+    keys: Sequence[str],
+    open_engine: Callable[[], EngineApi],
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. Raises ConfigError, TokenizerError and OSError."""
+    config = ModelConfig.load(folder)
+    text = config.text_config
+    context = min(options.context or text.max_position_embeddings, text.max_position_embeddings)
+    pool = PromptPool(folder, Limits(context, text.vocab_size, settings.thinking), settings.workers)
+
+    async def main() -> int:
+        server = Server(Serving(folder, settings, config, context, pool), open_engine, keys)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        return await server.run()
+
+    return asyncio.run(main())
+
+
+def configuration(flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None) -> dict[str, Value]:
+    """Every setting with its value and where that is from. Raises ConfigurationError."""
+    values = {name: Value(setting.default, "default") for name, setting in SETTINGS.items()}
+    file = config or environ.get(PREFIX + "CONFIG") or CONFIG_FILE
+    for key, value in _read(file, required=file != CONFIG_FILE or config is not None).items():
+        name = _known(key, file, SETTINGS)
+        values[name] = Value(_converted(name, value, file), file)
+    variables = {PREFIX + name.upper(): name for name in SETTINGS}
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES:
+            name = variables[_known(variable, "the environment", variables)]
+            values[name] = Value(_converted(name, environ[variable], variable), variable)
+    for name in SETTINGS:
+        if flags.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            values[name] = Value(_converted(name, flags[name], flag), flag)
+    if values["model"].value is None:
+        raise ConfigurationError("no model; name the checkpoint's folder with --model")
+    return values
+
+
+def _read(file: str, required: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text("utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ConfigurationError(f"{file}: no such file") from None
+        return {}
+    except OSError as error:
+        raise ConfigurationError(f"{file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+
+
+def _known(name: str, where: str, names: Mapping[str, Any]) -> str:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1, 0)
+        raise ConfigurationError(f"{where}: no setting {name}; the nearest is {near[0]}")
+    return name
+
+
+def _converted(name: str, value: Any, where: str) -> Any:
+    """A word of the environment or the command line, or a value of the file, as the setting's type."""
+    kind = SETTINGS[name].type
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [word.strip() for word in value.split(",") if word.strip()]
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where}: {name} = {value!r}: {error}") from None
+
+
+def build(values: Mapping[str, Value], owner: type) -> Any:
+    """Settings or Options from their values. Raises ConfigurationError."""
+    try:
+        return owner(**{field.name: values[field.name].value for field in fields(owner)})
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        origin = f"{values[name].origin}: " if name in values else ""
+        raise ConfigurationError(f"{origin}{error}") from None
+
+
+def api_keys(settings: Settings, environ: Mapping[str, str]) -> list[str]:
+    """From the file and the environment. Raises ConfigurationError for a file that holds none."""
+    keys = [key.strip() for key in environ.get(KEYS_VARIABLE, "").split(",")]
+    if settings.api_key_file:
+        try:
+            lines = Path(settings.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"api_key_file = {settings.api_key_file}: {error}") from error
+        if not any(line.strip() for line in lines):
+            raise ConfigurationError(f"api_key_file = {settings.api_key_file}: holds no key; write one a line")
+        keys += [line.strip() for line in lines]
+    return [key for key in keys if key]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
