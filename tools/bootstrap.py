@@ -1,6 +1,6 @@
 """Everything from a fresh clone to a running job, in one command. Standard library only.
 
-    python3 tools/bootstrap.py demo          make the demo checkpoint and generate from a real text
+    python3 tools/bootstrap.py demo [...]    make the demo checkpoint and serve it; further arguments go to rocline demo
     python3 tools/bootstrap.py test [...]    run the tests; further arguments go to pytest
 
 Both first make .venv and install torch and rocline into it: torch's CPU build where no ROCm is found, else
@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,6 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 3
 
 DEMO_MODEL = "demo/model"
-DEMO_PROMPT = Path(sysconfig.get_path("stdlib")) / "__future__.py"  # 5 KB, mostly English
-DEMO_TOKENS = 32
 
 
 class RocmRow(NamedTuple):
@@ -66,18 +63,18 @@ class BootstrapError(Exception):
 
 def main(argv: list[str]) -> int:
     """Set up and run the job named by argv; return its exit status."""
-    usage = "usage: python3 tools/bootstrap.py demo | test [pytest arguments]"
+    usage = "usage: python3 tools/bootstrap.py demo [arguments of rocline demo] | test [arguments of pytest]"
     if argv in (["-h"], ["--help"]):
         print(usage)
         return 0
-    if argv != ["demo"] and argv[:1] != ["test"]:
+    if argv[:1] not in (["demo"], ["test"]):
         say(usage)
         return 2
     try:
         set_up(pick_row(find_rocm(os.environ)))
         if argv[0] == "test":
             return subprocess.call(pytest_command(argv[1:]), cwd=ROOT)
-        return run_demo()
+        return run_demo(argv[1:])
     except BootstrapError as error:
         say(str(error))
         return 1
@@ -190,19 +187,18 @@ def pytest_command(words: list[str]) -> list[str]:
     return [str(VENV / "bin" / "python"), "-m", "pytest", "-n", "2", *words]
 
 
-def demo_commands(has_model: bool) -> list[list[str]]:
-    """The commands of the demo, in order."""
+def demo_commands(has_model: bool, words: list[str]) -> list[list[str]]:
+    """The commands of the demo, in order; `words` go to the last."""
     rocline = str(VENV / "bin" / "rocline")
     # --force: what an interrupted run left in the folder is written over.
     make = [rocline, "demo-checkpoint", DEMO_MODEL, "--force"]
-    prompt = ["--prompt-file", str(DEMO_PROMPT), "--max-tokens", str(DEMO_TOKENS), "--seed", "0"]
-    generate = [rocline, "generate", DEMO_MODEL, *prompt]
-    return [generate] if has_model else [make, generate]
+    demo = [rocline, "demo", DEMO_MODEL, *words]
+    return [demo] if has_model else [make, demo]
 
 
-def run_demo() -> int:
+def run_demo(words: list[str]) -> int:
     has_model = (ROOT / DEMO_MODEL / "config.json").is_file()  # demo-checkpoint writes it last
-    for command in demo_commands(has_model):
+    for command in demo_commands(has_model, words):
         say(" ".join(["rocline", *command[1:]]))
         status = subprocess.call(command, cwd=ROOT)
         if status:

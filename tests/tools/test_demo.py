@@ -1,0 +1,74 @@
+"""`rocline demo`, shortened: the whole show with a real client over a real server, and wrong input."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from rocline.tools.demo_checkpoint import write_demo_checkpoint
+
+# A shorter document, still past the 512 candidate positions.
+SHORT = "from rocline.tools import cli, demo; demo.TOKENS = 640; demo.CANDIDATE_TOKENS = 600; "
+RUN = "import sys; sys.exit(cli.main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo_checkpoint(folder, seed=0)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def demo(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SHORT + RUN, "demo", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | {"COLUMNS": "120"})
+
+
+def test_the_show_runs_to_its_end(checkpoint, tmp_path):
+    done = demo(checkpoint, "--once", "--port", free_port(), "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in (
+        "Memory in GiB",
+        "640 tokens; first answer after",
+        "the answer: '",
+        "4. The candidate restriction at",
+    ):
+        assert words in done.stdout
+    ways = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith("OK")]
+    assert len(ways) == 3
+    assert len({tuple(way[-3:]) for way in ways}) == 1  # ids, logits, OK
+    assert "DIFFERENT" not in done.stdout
+    assert "</svg>" in (tmp_path / "timeline.svg").read_text()
+    assert "<svg" in (tmp_path / "arena.html").read_text()
+    assert '"event": "end"' in (tmp_path / "serve.log").read_text()
+
+
+def test_it_stays_up_until_it_is_told_to_end(checkpoint, tmp_path):
+    command = [sys.executable, "-c", SHORT + RUN, "demo", str(checkpoint), "--port", str(free_port()), "--out", "."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("curl http://127.0.0.1:"):
+                break
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_wrong_input(checkpoint, tmp_path):
+    done = demo(tmp_path / "nothing")
+    assert done.returncode == 2
+    assert "demo:" in done.stderr
+    assert "No such file or directory" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = demo(checkpoint, "--once", "--port", listener.getsockname()[1], "--out", tmp_path)
+    assert done.returncode == 2
+    assert "Address already in use; choose another with --port" in done.stdout
