@@ -310,11 +310,14 @@ class Engine:
 
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
         with self._lock:
-            self._prompt_rows += 0 if job.is_step else job.n_rows
-            for entry in job.entries:
+            told = []
+            for entry, span in zip(job.entries, job.spans, strict=True):
                 if running := self._running.get(entry.number):
-                    self._tell(running, answers.get(entry.number) or Answer())
+                    self._prompt_rows += 0 if job.is_step else span.n_rows
+                    told.append((running, self._taken(running, answers.get(entry.number) or Answer())))
             self._schedule.done(job)
+            for running, news in told:
+                self._tell(running, news)
             self._advance()
 
     def bad(self, worker: Worker, rows: list[tuple[int, int]]) -> None:
@@ -374,29 +377,32 @@ class Engine:
         stage, visit = self._path[task.place]
         self._workers[stage].put(task, visit)
 
-    def _tell(self, running: _Running, news: Answer) -> None:
-        """Publish what a job brought to one of its requests, and end it if that was all."""
+    def _taken(self, running: _Running, news: Answer) -> Answer:
+        """The news, with its token added to the request's output, or the request ended by an error."""
         if news.prompt_logprobs:
             running.prompt_logprobs_from += len(news.prompt_logprobs)
         if news.why:
             self._fail_request(running.entry.number, news.why)
+        elif news.token is not None:
+            if running.first_token_s is None:
+                running.first_token_s = time.monotonic()
+            running.sampler.commit([news.token])
+            running.output_ids.append(news.token)
+            self._output_tokens += 1
+            if running.digest and news.logits_f32 is not None:
+                running.digest.add(news.logits_f32)
+            self._schedule.commit(running.entry, news.token)
+        return news
+
+    def _tell(self, running: _Running, news: Answer) -> None:
+        """Publish the news to the request's reader, and end it if they were the last."""
+        if news.why:
             return
-        if news.token is None:
-            running.stream.publish(running.progress, prompt_logprobs=news.prompt_logprobs)
-            return
-        token, output_ids = news.token, running.output_ids
-        if running.first_token_s is None:
-            running.first_token_s = time.monotonic()
-        running.sampler.commit([token])
-        output_ids.append(token)
-        self._output_tokens += 1
-        if running.digest and news.logits_f32 is not None:
-            running.digest.add(news.logits_f32)
-        self._schedule.commit(running.entry, token)
-        running.stream.publish(running.progress, array("i", [token]), news.logprobs, news.prompt_logprobs)
-        if token in running.sampler.stop_ids:
+        ids = None if news.token is None else array("i", [news.token])
+        running.stream.publish(running.progress, ids, news.logprobs, news.prompt_logprobs)
+        if news.token in running.sampler.stop_ids:
             self._finish(running, "stop")
-        elif len(output_ids) == running.entry.max_tokens:
+        elif len(running.output_ids) == running.entry.max_tokens:
             self._finish(running, "length")
 
     def _finish(self, running: _Running, reason: FinishReason) -> None:

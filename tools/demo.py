@@ -50,6 +50,7 @@ CANDIDATE_TOKENS = 768  # compared with all blocks allowed; the demo's model kee
 OUTPUT_TOKENS = 12
 SEED = 20_261_129
 LIGHTS_PER_S = 8
+NO_TERMINAL_WIDTH = 120
 HOLD_S = 900.0  # for one request, at most
 SERVED = Options(stages=4, chunk_rows=1024, running=4, context=32_768)
 OTHER = Options(stages=3, placement="contiguous", chunk_rows=500, running=4, context=32_768)
@@ -105,7 +106,7 @@ class _Show:
         self._model, self._out, self._once = args.model, args.out, args.once
         self._url = f"http://127.0.0.1:{args.port}"
         self._document = document
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
         self._streams: list[Stream] = []
 
     def say(self, *lines: str) -> None:
@@ -223,13 +224,13 @@ class _Show:
         self.say("3. The same request in other ways. One hash of the ids and one of the logits, or the demo fails:", "")
         table = Table(box=None, padding=(0, 2))
         for title in ("", "stages", "placement", "chunk rows", "ids", "logits", ""):
-            table.add_column(title)
+            table.add_column(title, no_wrap=True)
         neighbour = Request(prompt_ids=first.request.prompt_ids[:1500], params=first.request.params)
         other = Engine(engine.config, engine.weights, OTHER)
         ways = (
             ("served", SERVED, first),
             ("alone", OTHER, other.submit(first.request)),
-            ("beside a second request", SERVED, _beside(engine, neighbour, first.request)),
+            ("beside another", SERVED, _beside(engine, neighbour, first.request)),
         )
         wanted = None
         for name, options, stream in ways:
@@ -238,7 +239,7 @@ class _Show:
             assert stream.summary is not None
             hashes = stream.summary.output_ids_sha256, stream.summary.logits_sha256
             wanted = wanted or hashes
-            shown = [str(digest)[:12] for digest in hashes]
+            shown = [str(digest)[:10] for digest in hashes]
             cells = (str(options.stages), options.placement, f"{options.chunk_rows:,}", *shown)
             table.add_row(name, *cells, "OK" if hashes == wanted else "DIFFERENT")
             if hashes != wanted:
