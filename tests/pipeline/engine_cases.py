@@ -1,5 +1,6 @@
 """What a request must answer whatever the engine, and that nothing stays behind."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,4 +70,7 @@ def nothing_left(engine: Engine) -> Iterator[None]:
         assert (stage.arena.n_used, stage.waiting) == (0, 0)
     assert not any(worker.stage.sequences for worker in engine._workers)
     assert engine._ahead is not None
-    assert engine._ahead.n_lent == 0
+    end_s = time.monotonic() + WAIT_S
+    while engine._ahead.n_lent:  # threads may be at work for a hand-off that nobody waits for any more
+        assert time.monotonic() < end_s, engine._ahead.n_lent
+        time.sleep(0.001)

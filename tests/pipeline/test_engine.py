@@ -189,7 +189,7 @@ def test_close_ends_what_runs(engines, rng):
 
 def test_a_row_that_is_not_finite_ends_its_request_alone(micro, rng):
     """The error names position and stage; a request in the same steps gives its answer."""
-    ask = make_ask(micro, prompt_ids(rng, 60, vocab_size=400))
+    ask = make_ask(micro, prompt_ids(rng, 60, vocab_size=400), logit_bias={450: -100.0})  # it must not say 450 itself
     embed_bf16 = micro.weights.embed_bf16.clone()
     embed_bf16[450] = float("nan")
     weights = replace(micro.weights, embed_bf16=embed_bf16)

@@ -38,8 +38,8 @@ def test_the_show_runs_to_its_end(checkpoint, tmp_path):
     for words in (
         "Memory in GiB",
         "640 tokens; first answer after",
-        "the answer: '",
-        "4. The candidate restriction at",
+        "the answer: ",
+        "The candidate restriction at work",
     ):
         assert words in done.stdout
     ways = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith("OK")]
@@ -71,4 +71,5 @@ def test_wrong_input(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = demo(checkpoint, "--once", "--port", listener.getsockname()[1], "--out", tmp_path)
     assert done.returncode == 2
-    assert "Address already in use; choose another with --port" in done.stdout
+    assert "Address already in use" in done.stdout
+    assert "choose another with --port" in done.stdout
