@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rocline.hip_kernels.sampling import logprobs
+
 
 @dataclass
 class Logprobs:
@@ -41,20 +43,13 @@ class Logprobs:
 
 def logprobs_of(logits_f32: Tensor, token_ids: Sequence[int], k: int) -> Logprobs:
     """Of token_ids [n], each under its row of logits_f32 [n, V]."""
+    n_rows, k = len(token_ids), min(k, logits_f32.shape[1])
+    chosen_i32 = torch.tensor(token_ids, dtype=torch.int32)
+    own_f32, top_f32 = torch.empty(n_rows), torch.empty(n_rows, k)
+    top_ids_i32 = torch.empty(n_rows, k, dtype=torch.int32)
+    logprobs(logits_f32, chosen_i32, own_f32, top_ids_i32, top_f32)
     out = Logprobs(k)
-    for row_f32, token in zip(logits_f32, token_ids, strict=True):
-        row_f64 = row_f32.double().log_softmax(0)
-        out.own_f32.append(float(row_f64[token]))
-        ids_i64 = _likeliest(row_f32, k)
-        out.top_ids.frombytes(ids_i64.int().numpy().tobytes())
-        out.top_f32.frombytes(row_f64[ids_i64].float().numpy().tobytes())
+    out.own_f32.frombytes(own_f32.numpy().tobytes())
+    out.top_ids.frombytes(top_ids_i32.numpy().tobytes())
+    out.top_f32.frombytes(top_f32.numpy().tobytes())
     return out
-
-
-def _likeliest(row_f32: Tensor, k: int) -> Tensor:
-    """Ids of the k largest of row_f32 [V], lower id first on a tie, which topk does not promise."""
-    k = min(k, len(row_f32))
-    if not k:
-        return torch.empty(0, dtype=torch.int64)
-    ids_i64 = (row_f32 >= row_f32.topk(k).values[-1]).nonzero().flatten()
-    return ids_i64[row_f32[ids_i64].argsort(descending=True, stable=True)][:k]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.pages import row_slots
 
@@ -44,6 +44,7 @@ def attention_ref(q_bf16: Tensor, kv_bf16: Tensor, present_bool: Tensor, sink_f3
     return (out_f32 / (mass + torch.exp(sink_f32[:, None] - top))).bfloat16()
 
 
+@operator
 def attention(
     q_bf16: Tensor,
     window_u8: Tensor,
@@ -84,13 +85,13 @@ def attention(
     width = q_bf16.shape[2]
     n_selected = 0 if selected_i32 is None else selected_i32.shape[1]
     n_slots = -(-(window + n_selected) // LIST_BLOCK) * LIST_BLOCK
-    slot = torch.arange(window, dtype=torch.int32)
+    slot = torch.arange(window, dtype=torch.int32, device=q_bf16.device)
     window_bf16 = RowFormat("window", width).unpack(window_u8)  # once: neighbouring rows share their windows
     row_format = RowFormat("compressed", width)
 
     def tile(q: Tensor, first: Tensor, count: Tensor, *selected: Tensor) -> Tensor:
         kv_bf16 = q.new_zeros((len(q), n_slots, width))
-        present = torch.zeros((len(q), n_slots), dtype=torch.bool)
+        present = torch.zeros((len(q), n_slots), dtype=torch.bool, device=q.device)
         present[:, :window] = slot < count[:, None]
         index = (first[:, None] + slot).where(present[:, :window], 0)
         kv_bf16[:, :window] = window_bf16[index].where(present[:, :window, None], 0)

@@ -1,11 +1,12 @@
-"""What every operator's binding does before it touches memory: check shapes and dtypes, cut rows into tiles."""
+"""What every operator's binding does: hand over to a kernel where there is one, check shapes, cut rows into tiles."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -29,6 +30,35 @@ _DTYPES = {
 
 class BindError(ValueError):
     """An operator was called with a tensor of the wrong shape or dtype."""
+
+
+class _Thread(threading.local):
+    kernels: Mapping[str, Callable[..., None]] = {}
+
+
+_thread = _Thread()
+_P = ParamSpec("_P")
+
+
+def operator(reference: Callable[_P, None]) -> Callable[_P, None]:
+    """An operator by its torch reference, which a kernel stands in for where this thread uses one (use_kernels)."""
+    name = reference.__name__
+
+    @wraps(reference)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        _thread.kernels.get(name, reference)(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def use_kernels(kernels: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """In this thread the operators named in `kernels` are these functions, of the references' arguments."""
+    before, _thread.kernels = _thread.kernels, kernels
+    try:
+        yield
+    finally:
+        _thread.kernels = before
 
 
 @cache

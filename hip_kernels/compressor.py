@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
 from rocline.hip_kernels.rope import rope_ref
@@ -18,6 +18,7 @@ def pool_pairs_ref(values_f32: Tensor, gates_f32: Tensor) -> Tensor:
     return (values_f32 * weight).sum(1).bfloat16()
 
 
+@operator
 def pool_pairs(values_f32: Tensor, gates_f32: Tensor, weight_bf16: Tensor, eps: float, latent_bf16: Tensor) -> None:
     """Fill latent_bf16 [J, D], normed and not rotated, from closed pairs [J, 2, D] of values and gates."""
     bind_dims(
@@ -37,6 +38,7 @@ def pool_pairs(values_f32: Tensor, gates_f32: Tensor, weight_bf16: Tensor, eps: 
     )
 
 
+@operator
 def compressed_row(latent_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:
     """Fill rows_u8 [J, D/2 + D/16]: latent_bf16 [J, D] rotated at its group's first token, then ActQuant4.
 

@@ -51,6 +51,7 @@ class Device:
 
     arch         as the compiler spells it, for example "gfx1100"
     total_bytes  of the card
+    is_host      whether its memory is the host's own, which a torch without GPUs can use too
     """
 
     def __init__(self, index: int) -> None:
@@ -59,12 +60,22 @@ class Device:
         self.name: str = properties.name
         self.arch: str = properties.gcnArchName.partition(":")[0]  # a suffix like ":xnack-" is the card's state
         self.total_bytes: int = properties.totalGlobalMem
+        self.is_host = bool(properties.directManagedMemAccessFromHost)
         self._lock = threading.Lock()
         self._slab_bytes = 0
         self._n_slabs_ever = 0
 
     def __repr__(self) -> str:
         return f"Device({self.index}: {self.name}, {self.arch})"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What torch calls it. Raises HipError where torch cannot reach its memory."""
+        if torch_sees_gpus():
+            return torch.device("cuda", self.index)
+        if self.is_host:
+            return torch.device("cpu")
+        raise HipError(f"{self}: torch {torch.__version__} sees no GPU; install its ROCm build")
 
     def memory(self) -> MemoryReading:
         """Read now. Raises HipError."""
@@ -138,11 +149,9 @@ class Slab:
         self.device, self.address, self.n_bytes = device, address, n_bytes
 
     def tensor(self) -> Tensor:
-        """The slab as uint8 [n_bytes] on torch's device of the same index, not copied; valid until free()."""
-        if not torch_sees_gpus():
-            raise HipError(f"slab on {self.device}: torch {torch.__version__} sees no GPU; install its ROCm build")
-        view: Tensor = torch.as_tensor(self, device=f"cuda:{self.device.index}")
-        return view
+        """The slab as uint8 [n_bytes] on the device's torch_device, not copied; valid until free(). Raises HipError."""
+        place = self.device.torch_device
+        return torch.as_tensor(self, device=place) if place.type == "cuda" else _host_tensor(self.address, self.n_bytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -164,11 +173,15 @@ class HostBuffer:
 
     def tensor(self) -> Tensor:
         """The buffer as uint8 [n_bytes] on the CPU, not copied; valid until free()."""
-        return torch.frombuffer((ctypes.c_uint8 * self.n_bytes).from_address(self.address), dtype=torch.uint8)
+        return _host_tensor(self.address, self.n_bytes)
 
     def free(self) -> None:
         """Give the memory back. Once only: a second call raises HipError."""
         check(hip().hipHostFree(self.address), f"hipHostFree of {self.n_bytes} bytes")
+
+
+def _host_tensor(address: int, n_bytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype=torch.uint8)
 
 
 class Stream:

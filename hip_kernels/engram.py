@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.formats import e4m3_decode, e8m0_decode
 
 GATE_FLOOR = 1e-6
@@ -80,6 +80,7 @@ def engram_gather_ref(rows_i64: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor)
     return engram_decode_ref(codes_e4m3[rows_i64], scales_e8m0[rows_i64]).flatten(1)
 
 
+@operator
 def engram_decode(codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
     """Fill out_bf16 [N, d] from table rows that the host has gathered: codes_e4m3 [N, d], scales_e8m0 [N, d/32]."""
     bind_dims(
@@ -119,6 +120,7 @@ def engram_gate_ref(
     return (x_f32 + gate[:, :, None] * value[:, None]).bfloat16(), gate
 
 
+@operator
 def engram_gate(
     streams_bf16: Tensor,
     kv_bf16: Tensor,

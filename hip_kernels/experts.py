@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.linear import (
     Fp4Weight,
     Fp8Rows,
@@ -41,6 +41,7 @@ def expert_ref(
     return block_gemm_ref(quantise_rows(hidden_bf16), *w2).bfloat16()
 
 
+@operator
 def experts(
     u_bf16: Tensor,
     ids_i32: Tensor,

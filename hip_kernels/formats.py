@@ -46,7 +46,7 @@ def e4m3_decode(codes_e4m3: Tensor) -> Tensor:
 
 def e2m1_decode(codes_u8: Tensor) -> Tensor:
     """E2M1 codes 0..15, one a byte, as FP32, same shape."""
-    return _e2m1_table().index_select(0, codes_u8.reshape(-1).int()).view(codes_u8.shape)
+    return _e2m1_table().to(codes_u8.device).index_select(0, codes_u8.reshape(-1).int()).view(codes_u8.shape)
 
 
 def e2m1x2_decode(packed_e2m1x2: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
 from rocline.hip_kernels.formats import dequantise_tiles
 from rocline.hip_kernels.linear import Fp8Weight
 
@@ -19,6 +19,7 @@ def grouped_projection_ref(x_bf16: Tensor, weight_f32: Tensor) -> Tensor:
     return torch.cat(groups, dim=-1).bfloat16()
 
 
+@operator
 def grouped_projection(heads_bf16: Tensor, weight: Fp8Weight, n_groups: int, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, G * N] from head outputs [R, H, D], H * D = G * K.
 

@@ -7,10 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
 from rocline.hip_kernels.linear import linear_ref
 
 
+@operator
 def head(h_bf16: Tensor, weight_bf16: Tensor, logits_f32: Tensor, finite_u8: Tensor) -> None:
     """Fill logits_f32 [R, V] from the normed h_bf16 [R, D], and finite_u8 [R]: 1 where every logit is finite."""
     bind_dims(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import BindError, bind_dims
+from rocline.hip_kernels.binding import BindError, bind_dims, operator
 from rocline.hip_kernels.formats import E8M0_NAN, e2m1_decode, e8m0_decode, unpack_e2m1
 from rocline.hip_kernels.kernel import Kernel, launch
 from rocline.hip_kernels.pages import row_slots
@@ -58,6 +58,7 @@ def from_tiles(tiles_u8: Tensor) -> tuple[Tensor, Tensor]:
     return values_f32, e8m0_decode(scales.transpose(1, 2).flatten(0, 1).contiguous())
 
 
+@operator
 def index_prepare(
     rows_u8: Tensor, tiles_u8: Tensor, page_table_i32: Tensor | None = None, first: int = 0, rows_per_page: int = 0
 ) -> None:
@@ -67,7 +68,7 @@ def index_prepare(
     16) one after the other in tiles_u8. Raises BindError.
     """
     n_rows, _ = _bind_prepare(rows_u8, tiles_u8, page_table_i32, first, rows_per_page)
-    slots = torch.arange(first, first + n_rows)
+    slots = torch.arange(first, first + n_rows, device=rows_u8.device)
     if page_table_i32 is not None:
         slots = row_slots(slots, page_table_i32, rows_per_page)
     codes, scales = prepare_ref(rows_u8)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import BindError, bind_dims, run_slabs
+from rocline.hip_kernels.binding import BindError, bind_dims, operator, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.index_prepared import VECTORS, from_tiles
 from rocline.hip_kernels.kernel import Kernel, launch
@@ -47,6 +47,7 @@ def index_score_ref(
     return total_f32.bfloat16().float()
 
 
+@operator
 def index_score(
     q_rows_u8: Tensor,
     weights_bf16: Tensor,
@@ -80,7 +81,7 @@ def index_score(
     for start in range(0, n_positions, rows_per_page):
         stop = min(start + rows_per_page, n_positions)
         page = keys_u8[int(page_table_i32[start // rows_per_page]), : stop - start]
-        position = torch.arange(start, stop, dtype=torch.int32)
+        position = torch.arange(start, stop, dtype=torch.int32, device=scores_f32.device)
 
         def slab(q_rows: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
             scores = index_score_ref(*row_format.split(q_rows), *row_format.split(page), weights)  # noqa: B023 used at once
@@ -210,14 +211,14 @@ def bind_scoring(op: str, queries: Queries, history: History, more: dict[str, Te
 def prepared_scores_ref(queries: Queries, history: History) -> Tensor:
     """scores [R, n_positions] FP32, -inf where a row does not see: index_score_ref on the prepared form."""
     n_rows, n_positions = len(queries.visible_i32), history.n_positions
-    scores_f32 = torch.full((n_rows, n_positions), float("-inf"))
+    scores_f32 = torch.full((n_rows, n_positions), float("-inf"), device=queries.tiles_u8.device)
     q_codes, q_scales = from_tiles(queries.tiles_u8)
     for sequence, table in enumerate(history.page_tables_i32):
         rows = (queries.row_tiles.sequences_i32 == sequence).nonzero()[:, 0]
         n_pages = -(-n_positions // history.rows_per_page)
         tiles = history.keys_u8[table[:n_pages].long()].flatten(0, 1)[: -(-n_positions // VECTORS), None]
         k_codes, k_scales = (x[:n_positions, 0] for x in from_tiles(tiles))
-        seen = torch.arange(n_positions) < queries.visible_i32[rows, None]
+        seen = torch.arange(n_positions, device=scores_f32.device) < queries.visible_i32[rows, None]
         found = index_score_ref(q_codes[rows], q_scales[rows], k_codes, k_scales, queries.weights_bf16[rows])
         scores_f32[rows] = found.where(seen, float("-inf"))
     return scores_f32

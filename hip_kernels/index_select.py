@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import BindError
+from rocline.hip_kernels.binding import BindError, operator
 from rocline.hip_kernels.index_prepared import VECTORS
 from rocline.hip_kernels.index_score import (
     BLOCK,
@@ -28,6 +28,7 @@ from rocline.hip_kernels.selection import candidate_blocks_ref, restrict_ref, se
 FEW_ROWS = 8  # of one sequence: up to here a matrix tile of 16 rows is mostly padding
 
 
+@operator
 def index_select(queries: Queries, history: History, selected_i32: Tensor, blocks_i32: Tensor | None = None) -> None:
     """Fill selected_i32 [R, K]: each row's K best positions ascending, -1 at the end; ties to lower positions.
 
@@ -39,6 +40,7 @@ def index_select(queries: Queries, history: History, selected_i32: Tensor, block
         blocks_i32.copy_(candidate_blocks_ref(scores_f32, queries.visible_i32, BLOCK, blocks_i32.shape[1]))
 
 
+@operator
 def index_select_among(queries: Queries, history: History, blocks_i32: Tensor, selected_i32: Tensor) -> None:
     """index_select restricted to the candidate blocks blocks_i32 [R, C], ascending, -1 at the end."""
     scores_f32 = restrict_ref(prepared_scores_ref(queries, history), blocks_i32, BLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import Kernel, launch
 from rocline.hip_kernels.linear import linear_ref
@@ -16,6 +16,7 @@ _QUERY = Kernel("index_vectors.hip", "index_query", "PPPPii", threads=32 * WAVES
 RELEASE_KERNELS = (_QUERY,)
 
 
+@operator
 def index_query(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:
     """Fill rows_u8 [R, H, d/2 + d/32]: q_bf16 [R, H, d] rotated at its own position, then ActQuant4 (E8M0)."""
     bind_dims(
@@ -39,6 +40,7 @@ def index_query_hip(q_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: T
         launch(_QUERY, grid=(-(-n_rows * n_heads // WAVES), 1), args=args)
 
 
+@operator
 def index_key(
     latent_bf16: Tensor,
     weight_bf16: Tensor,
@@ -73,6 +75,7 @@ def index_key(
     run_tiles(tile, (latent_bf16, cos_f32, sin_f32), (rows_u8,))
 
 
+@operator
 def index_weights(u_bf16: Tensor, weight_bf16: Tensor, head_dim: int, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, H]: weights_proj of u_bf16 [R, D], rounded, times head_dim^-0.5 * H^-0.5, rounded again."""
     _, n_heads = bind_dims(

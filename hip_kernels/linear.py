@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.formats import act_quant8, e2m1x2_decode, e4m3_decode, e8m0_decode
 
 K_BLOCK = 32
@@ -81,6 +81,7 @@ def decode_fp4(weight: Fp4Weight) -> tuple[Tensor, Tensor]:
     return codes_f64.T.unflatten(0, (-1, K_BLOCK)).contiguous(), e8m0_decode(weight.scales_e8m0).T.contiguous()
 
 
+@operator
 def fp8_linear(x_bf16: Tensor, weight: Fp8Weight, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, N]: x_bf16 [R, K] through ActQuant8, times the weight; one rounding to BF16."""
     bind_dims(
@@ -97,6 +98,7 @@ def fp8_linear(x_bf16: Tensor, weight: Fp8Weight, out_bf16: Tensor) -> None:
     run_slabs(lambda x: block_gemm_ref(quantise_rows(x), *decoded()), (x_bf16,), out_bf16)
 
 
+@operator
 def fp4_linear(x_bf16: Tensor, weight: Fp4Weight, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, N]: x_bf16 [R, K] through ActQuant8, times the weight; one rounding to BF16."""
     bind_dims(
@@ -118,6 +120,7 @@ def linear_ref(x_bf16: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x_bf16.float(), weight.float())
 
 
+@operator
 def bf16_linear(x_bf16: Tensor, weight_bf16: Tensor, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, N] from x_bf16 [R, K] and weight_bf16 [N, K]; FP32 accumulation, one rounding."""
     bind_dims(
@@ -129,6 +132,7 @@ def bf16_linear(x_bf16: Tensor, weight_bf16: Tensor, out_bf16: Tensor) -> None:
     run_tiles(lambda x: linear_ref(x, wide()).bfloat16(), (x_bf16,), (out_bf16,))
 
 
+@operator
 def f32_linear(x_bf16: Tensor, weight_bf16: Tensor, out_f32: Tensor) -> None:
     """Fill out_f32 [R, N] from x_bf16 [R, K] and weight_bf16 [N, K], both promoted to FP32."""
     bind_dims("f32_linear", "R K N", {"x_bf16 R K": x_bf16, "weight_bf16 N K": weight_bf16, "out_f32 R N": out_f32})

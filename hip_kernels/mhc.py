@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
 
 
@@ -37,6 +39,7 @@ def mhc_coefficients_ref(
     return pre, post, comb
 
 
+@operator
 def mhc_mix(
     streams_bf16: Tensor,
     fn_f32: Tensor,
@@ -84,6 +87,7 @@ def mhc_collapse_ref(streams_bf16: Tensor, pre_f32: Tensor) -> Tensor:
     return total.bfloat16()
 
 
+@operator
 def mhc_collapse_norm(streams_bf16: Tensor, pre_f32: Tensor, weight_bf16: Tensor, eps: float, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, D], a sublayer's input: collapse of streams_bf16 [R, n, D] by pre_f32 [R, n], then RMSNorm."""
     bind_dims(
@@ -111,6 +115,7 @@ def mhc_merge_ref(out_bf16: Tensor, streams_bf16: Tensor, post_f32: Tensor, comb
     return (total + post_f32[:, :, None] * out_bf16[:, None].float()).bfloat16()
 
 
+@operator
 def mhc_merge(
     sublayer_bf16: Tensor, streams_bf16: Tensor, post_f32: Tensor, comb_f32: Tensor, merged_bf16: Tensor
 ) -> None:
@@ -130,3 +135,36 @@ def mhc_merge(
         },
     )
     run_slabs(mhc_merge_ref, (sublayer_bf16, streams_bf16, post_f32, comb_f32), merged_bf16)
+
+
+@operator
+def mhc_enter(
+    streams_bf16: Tensor,
+    pre_f32: Tensor,
+    norm_bf16: Tensor,
+    fn_f32: Tensor,
+    scale_f32: Tensor,
+    base_f32: Tensor,
+    norm_eps: float,
+    eps: float,
+    n_iters: int,
+    out_bf16: Tensor,
+    new_pre_f32: Tensor,
+    post_f32: Tensor,
+    comb_f32: Tensor,
+) -> None:
+    """A sublayer's input out_bf16 [R, D] and its coefficients, from the streams that enter it.
+
+    mhc_collapse_norm by pre_f32 [R, n] and norm_bf16 [D], and mhc_mix by the others.
+    """
+    mhc_collapse_norm(streams_bf16, pre_f32, norm_bf16, norm_eps, out_bf16)
+    mhc_mix(streams_bf16, fn_f32, scale_f32, base_f32, norm_eps, eps, n_iters, new_pre_f32, post_f32, comb_f32)
+
+
+@operator
+def mhc_merge_enter(
+    sublayer_bf16: Tensor, merge_post_f32: Tensor, merge_comb_f32: Tensor, streams_bf16: Tensor, *others: Any
+) -> None:
+    """mhc_merge of a sublayer's output [R, D] into streams_bf16 [R, n, D], in place, and mhc_enter with the others."""
+    mhc_merge(sublayer_bf16, streams_bf16, merge_post_f32, merge_comb_f32, streams_bf16)
+    mhc_enter(streams_bf16, *others)

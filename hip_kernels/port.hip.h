@@ -3,6 +3,7 @@
 // primitives marked [target]. No standard or HIP header may be included here or in any .hip file.
 //
 //   RL_KERNEL(threads) name(args)   an entry point of exactly that many threads a workgroup, one dimension
+//   RL_KERNEL_LARGE(threads) ...    one whose accumulators take the registers of others: a card may hold one workgroup
 //   RL_EXPORT(name)                 after each entry point
 //   RL_DYN_SHARED(T, name)          T name[], the workgroup's LDS as sized by the launch, 16-byte aligned. The only
 //                                   LDS there is: the launch then counts every byte, and tests can poison it
@@ -34,6 +35,7 @@ typedef unsigned long long rl_u64;
 #define RL_DEV static __device__ __forceinline__
 // At least 512 threads resident: a test card should not lose its occupancy to a register more.
 #define RL_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, (512 + threads - 1) / threads)
+#define RL_KERNEL_LARGE(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 #define RL_DYN_SHARED(T, name) \
   extern __shared__ __align__(16) char rl_lds[]; \
   T* const name = reinterpret_cast<T*>(rl_lds)
@@ -112,6 +114,10 @@ RL_DEV void no_overlap() { __builtin_amdgcn_sched_barrier(0); }
 #error "port.hip.h: compile as HIP (-x hip), as CUDA, or with the CPU shim included first"
 #endif
 
+#if !defined(RL_CUDA)
+#define RL_KERNEL_LARGE(threads) RL_KERNEL(threads)
+#endif
+
 namespace rl {
 
 // ---- lanes ----
@@ -150,10 +156,74 @@ template <class T> RL_DEV T wave_max(T v) { return wave_reduce<Max>(v); }
 // as_int, as_float [target] the same 32 bits
 // fma(a, b, c)     [target] one rounding
 // max(a, b)        [target] of two numbers, neither NaN
+// sqrt(v)          rounded correctly
+// exp2(v)          the target's own, within 2 units in the last place; 0 for -inf, and where the result is subnormal it
+//                  may be 0. Where every target must give the same bits, explog.hip.h has exp
 // One 16-byte load or store.
 struct alignas(16) Words4 {
   int word[4];
 };
+struct alignas(8) Words2 {  // of 8 bytes
+  int word[2];
+};
+// look_up(table, codes)  eight 16-bit words, of eight 4-bit codes from the lowest on: bits 0 to 2 of a code choose one
+//                  of the table's eight words, lower halves first, and bit 3 is set as its sign
+#if defined(RL_CUDA)
+RL_DEV Words4 look_up(const int (&table)[4], int codes) {
+  const int low[2] = {(int)__byte_perm(table[0], table[1], 0x6420), (int)__byte_perm(table[2], table[3], 0x6420)};
+  const int high[2] = {(int)__byte_perm(table[0], table[1], 0x7531), (int)__byte_perm(table[2], table[3], 0x7531)};
+  Words4 words;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const rl_u32 four = (rl_u32)codes >> (16 * half), which = four & 0x7777;
+    const int l = __byte_perm(low[0], low[1], which), h = __byte_perm(high[0], high[1], which);
+    words.word[2 * half] = __byte_perm(l, h, 0x5140) | (four & 8) << 12 | (four & 0x80) << 24;
+    words.word[2 * half + 1] = __byte_perm(l, h, 0x7362) | (four & 0x800) << 4 | (four & 0x8000) << 16;
+  }
+  return words;
+}
+#elif defined(RL_HIP)
+RL_DEV int bytes_of(int high, int low, int which) { return (int)__builtin_amdgcn_perm(high, low, which); }
+RL_DEV Words4 look_up(const int (&table)[4], int codes) {
+  const int low[2] = {bytes_of(table[1], table[0], 0x06040200), bytes_of(table[3], table[2], 0x06040200)};
+  const int high[2] = {bytes_of(table[1], table[0], 0x07050301), bytes_of(table[3], table[2], 0x07050301)};
+  int pairs[2][2];  // even codes, odd codes
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const int which = (odd ? codes >> 4 : codes) & 0x07070707;
+    const int l = bytes_of(low[1], low[0], which);
+    const int h = bytes_of(high[1], high[0], which) | (int)(((rl_u32)codes << (odd ? 0 : 4)) & 0x80808080u);
+    pairs[odd][0] = bytes_of(h, l, 0x05010400);
+    pairs[odd][1] = bytes_of(h, l, 0x07030602);
+  }
+  return {{bytes_of(pairs[1][0], pairs[0][0], 0x05040100), bytes_of(pairs[1][0], pairs[0][0], 0x07060302),
+           bytes_of(pairs[1][1], pairs[0][1], 0x05040100), bytes_of(pairs[1][1], pairs[0][1], 0x07060302)}};
+}
+#else
+RL_DEV Words4 look_up(const int (&table)[4], int codes) {
+  Words4 words = {};
+  for (int i = 0; i < 8; ++i) {
+    const int code = codes >> (4 * i), word = table[(code & 7) / 2] >> (16 * (code & 1));
+    words.word[i / 2] |= (int)((rl_u32)((word & 0xFFFF) | (code & 8) << 12) << (16 * (i & 1)));
+  }
+  return words;
+}
+#endif
+
+#if defined(RL_CUDA)
+RL_DEV float sqrt(float v) { return __fsqrt_rn(v); }
+RL_DEV float exp2(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+#elif defined(RL_HIP)
+RL_DEV float sqrt(float v) { return __builtin_sqrtf(v); }
+RL_DEV float exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+#else
+RL_DEV float sqrt(float v) { return __builtin_sqrtf(v); }
+RL_DEV float exp2(float v) { return __builtin_exp2f(v); }
+#endif
 
 RL_DEV float bf16_to_f32(rl_u16 v) { return as_float((int)((rl_u32)v << 16)); }
 // Nearest, ties to even; overflows to infinity; a NaN keeps its sign and upper payload and is quiet.
@@ -167,7 +237,11 @@ RL_DEV float round_bf16(float v) { return bf16_to_f32(f32_to_bf16(v)); }
 // ---- matrix fragments: acc[16][16] += A[16][K] * B[16][K]^T, both given by rows along K ----
 // FragI8: K = 32, one scale group. FragBF16: K = 16. load_rows(p, stride) takes row r at p + r * stride (in elements);
 // p and the stride in bytes are multiples of 16. Element i of an accumulator lies at (acc_row(i), acc_col(i)).
-// load_rows_lds is load_rows for rows in LDS; mma_from adds to `start`, which splat() makes, once for many products.
+// load_rows_of(rows, at) takes rows from anywhere: the lane's are frag_row(i), i < kFragRows. load_rows_lds is
+// load_rows for rows in LDS; load_cols_lds takes row r's element k at p[k * stride + r] there: the transpose. mma_from
+// adds to `start`, which splat() makes, once for many products.
+// A lane's eight elements are of kOwnCols columns, own_col(j) the j-th, and element i is of the col_of(i)-th.
+// over_rows<Op>(v, out): each of the lane's columns reduced over all 16 rows, in one fixed order.
 // How INT8 sums come out is exact and the same everywhere; the order of a BF16 mma's 16 additions is the target's own.
 struct AccI32 {
   int v[8];
@@ -194,6 +268,13 @@ template <class Frag> RL_DEV Frag load_words(const char* p, int stride_bytes) {
 }
 RL_DEV FragI8 load_rows(const rl_i8* p, int stride) { return load_words<FragI8>((const char*)p, stride); }
 RL_DEV FragBF16 load_rows(const rl_u16* p, int stride) { return load_words<FragBF16>((const char*)p, stride * 2); }
+constexpr int kFragRows = 2;
+RL_DEV int frag_row(int i) { return (lane() >> 2) + 8 * i; }
+RL_DEV FragBF16 load_rows_of(const rl_u16* const (&rows)[kFragRows], int at) {
+  const int* low = (const int*)(rows[0] + at) + (lane() & 3);
+  const int* high = (const int*)(rows[1] + at) + (lane() & 3);
+  return {{low[0], high[0], low[4], high[4]}};
+}
 RL_DEV FragI8 load_rows_lds(const rl_i8* p, int stride) {
   const rl_i8* row = p + (lane() & 15) * stride + (lane() >> 4) * 16;
   FragI8 f;
@@ -202,6 +283,38 @@ RL_DEV FragI8 load_rows_lds(const rl_i8* p, int stride) {
                : "r"((rl_u32)__cvta_generic_to_shared(row))
                : "memory");
   return f;
+}
+
+RL_DEV FragBF16 load_rows_lds(const rl_u16* p, int stride) {
+  const rl_u16* row = p + (lane() & 15) * stride + (lane() >> 4) * 8;
+  FragBF16 f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(f.r[0]), "=r"(f.r[1]), "=r"(f.r[2]), "=r"(f.r[3])
+               : "r"((rl_u32)__cvta_generic_to_shared(row))
+               : "memory");
+  return f;
+}
+RL_DEV FragBF16 load_cols_lds(const rl_u16* p, int stride) {
+  const rl_u16* row = p + ((lane() & 7) + (lane() >> 4) * 8) * stride + (lane() & 8);
+  FragBF16 f;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(f.r[0]), "=r"(f.r[1]), "=r"(f.r[2]), "=r"(f.r[3])
+               : "r"((rl_u32)__cvta_generic_to_shared(row))
+               : "memory");
+  return f;
+}
+constexpr int kOwnCols = 4;
+RL_DEV constexpr int col_of(int i) { return (i & 1) + (i >> 2) * 2; }
+RL_DEV int own_col(int j) { return (lane() & 3) * 2 + (j & 1) + (j >> 1) * 8; }
+template <class Op> RL_DEV void over_rows(const float (&v)[8], float (&out)[kOwnCols]) {
+#pragma unroll
+  for (int j = 0; j < kOwnCols; ++j) {
+    const int i = (j & 1) + (j >> 1) * 4;
+    float r = Op::of(v[i], v[i + 2]);  // rows g and g + 8, then the eight g
+    r = Op::of(r, shfl_xor<4>(r));
+    r = Op::of(r, shfl_xor<8>(r));
+    out[j] = Op::of(r, shfl_xor<16>(r));
+  }
 }
 
 RL_DEV void mma(AccI32& c, const FragI8& a, const FragI8& b) {
@@ -246,6 +359,12 @@ RL_DEV FragBF16 load_rows(const rl_u16* p, int stride) {
   const Words4* row = (const Words4*)(p + (lane() & 15) * stride);
   return {{row[0], row[1]}};
 }
+constexpr int kFragRows = 1;
+RL_DEV int frag_row(int) { return lane() & 15; }
+RL_DEV FragBF16 load_rows_of(const rl_u16* const (&rows)[kFragRows], int at) {
+  const Words4* row = (const Words4*)(rows[0] + at);
+  return {{row[0], row[1]}};
+}
 
 #if defined(RL_HIP)
 typedef int v4i __attribute__((ext_vector_type(4)));
@@ -275,6 +394,29 @@ RL_DEV void mma(AccF32& c, const FragBF16& a, const FragBF16& b) {
 }
 #endif
 RL_DEV FragI8 load_rows_lds(const rl_i8* p, int stride) { return load_rows(p, stride); }
+RL_DEV FragBF16 load_rows_lds(const rl_u16* p, int stride) { return load_rows(p, stride); }
+RL_DEV FragBF16 load_cols_lds(const rl_u16* p, int stride) {
+  const rl_u16* column = p + (lane() & 15);
+  FragBF16 f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    int pair = (int)(column[2 * i * stride] | (rl_u32)column[(2 * i + 1) * stride] << 16);
+#if defined(RL_HIP)
+    asm volatile("" : "+v"(pair));  // else all sixteen are loaded far ahead, each into a register of its own
+#endif
+    f.r[i / 4].word[i % 4] = pair;
+  }
+  return f;
+}
+constexpr int kOwnCols = 1;
+RL_DEV constexpr int col_of(int) { return 0; }
+RL_DEV int own_col(int) { return lane() & 15; }
+template <class Op> RL_DEV void over_rows(const float (&v)[8], float (&out)[kOwnCols]) {
+  float r = v[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) r = Op::of(r, v[i]);
+  out[0] = Op::of(r, shfl_xor<16>(r));
+}
 RL_DEV AccI32 splat(int start) {
   AccI32 c = {{start, start, start, start, start, start, start, start}};
 #if defined(RL_HIP)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
+from rocline.hip_kernels.kernel import Kernel, launch
+
+
+@cache
+def _kernel(width: int) -> Kernel:
+    return Kernel("rmsnorm.hip", "rmsnorm", "PPPf", threads=128, defines={"WIDTH": width}, lds_bytes=16)
+
+
+RELEASE_KERNELS = tuple(map(_kernel, (128, 512, 1280, 5120)))  # index keys, latents, low-rank queries, the last norm
 
 
 def rmsnorm_ref(x_bf16: Tensor, weight_bf16: Tensor, eps: float) -> Tensor:
@@ -15,7 +26,20 @@ def rmsnorm_ref(x_bf16: Tensor, weight_bf16: Tensor, eps: float) -> Tensor:
     return (weight_bf16.float() * (x_f32 * inverse)).bfloat16()
 
 
+@operator
 def rmsnorm(x_bf16: Tensor, weight_bf16: Tensor, eps: float, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, D] from x_bf16 [R, D] and weight_bf16 [D]; they may be one tensor."""
     bind_dims("rmsnorm", "R D", {"x_bf16 R D": x_bf16, "weight_bf16 D": weight_bf16, "out_bf16 R D": out_bf16})
     run_tiles(lambda x: rmsnorm_ref(x, weight_bf16, eps), (x_bf16,), (out_bf16,))
+
+
+def rmsnorm_hip(x_bf16: Tensor, weight_bf16: Tensor, eps: float, out_bf16: Tensor) -> None:
+    """rmsnorm on the current stream, for D a multiple of 8: the same bits wherever the sum is exact, in whatever order.
+
+    The kernel's own order depends on D alone.
+    """
+    n_rows, width = bind_dims(
+        "rmsnorm", "R D", {"x_bf16 R D": x_bf16, "weight_bf16 D": weight_bf16, "out_bf16 R D": out_bf16}
+    )
+    if n_rows:
+        launch(_kernel(width), grid=(n_rows, 1), args=(out_bf16, x_bf16, weight_bf16, eps), lds_bytes=16)

@@ -7,7 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs, run_tiles
+from rocline.hip_kernels.binding import BindError, bind_dims, operator, run_slabs, run_tiles
+from rocline.hip_kernels.kernel import Kernel, launch
+
+_ROPE = Kernel("rope.hip", "rope", "PPPPiiiiif", threads=256)
+RELEASE_KERNELS = (_ROPE,)
 
 
 def rope_frequencies(theta: float, rope_dim: int) -> Tensor:
@@ -45,6 +49,7 @@ def rope_table_ref(positions_i32: Tensor, omega_f32: Tensor) -> tuple[Tensor, Te
     return rotation.real, rotation.imag
 
 
+@operator
 def rope_table(positions_i32: Tensor, omega_f32: Tensor, cos_f32: Tensor, sin_f32: Tensor) -> None:
     """Fill cos_f32 and sin_f32 [R, rope_dim/2] for positions_i32 [R] and omega_f32 [rope_dim/2]."""
     bind_dims(
@@ -74,6 +79,7 @@ def rope_ref(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, inverse: bool = F
     return torch.cat((head, turned.bfloat16()), dim=-1)
 
 
+@operator
 def rope(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inverse: bool = False) -> None:
     """Fill out_bf16 [R, H, D] with x_bf16 [R, H, D], its last rope_dim channels rotated; both may be one tensor."""
     bind_dims(
@@ -82,3 +88,25 @@ def rope(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inv
         {"x_bf16 R H D": x_bf16, "cos_f32 R I": cos_f32, "sin_f32 R I": sin_f32, "out_bf16 R H D": out_bf16},
     )
     run_slabs(lambda x, cos, sin: rope_ref(x, cos, sin, inverse), (x_bf16, cos_f32, sin_f32), out_bf16)
+
+
+def rope_hip(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inverse: bool = False) -> None:
+    """rope on the current stream, the same bits, for D and rope_dim multiples of 8.
+
+    In place it touches only what turns.
+    """
+    n_rows, n_heads, width, n_pairs = bind_dims(
+        "rope",
+        "R H D I",
+        {"x_bf16 R H D": x_bf16, "cos_f32 R I": cos_f32, "sin_f32 R I": sin_f32, "out_bf16 R H D": out_bf16},
+    )
+    if width % 8 or n_pairs % 4:
+        raise BindError(f"rope: {n_pairs} pairs of {width} channels; want them in eights, as 16 bytes are moved")
+    turned = n_pairs // 4
+    touched = turned if out_bf16.data_ptr() == x_bf16.data_ptr() else width // 8
+    n_pieces = n_rows * n_heads * touched
+    if n_pieces >= 2**31 - 256:
+        raise BindError(f"rope: {n_rows} rows of {n_heads} heads are {n_pieces} pieces, want below 2^31; pass fewer")
+    if n_pieces:
+        sizes = (n_rows, n_heads, width, turned, touched, -1.0 if inverse else 1.0)
+        launch(_ROPE, grid=(-(-n_pieces // 256), 1), args=(out_bf16, x_bf16, cos_f32, sin_f32, *sizes))

@@ -8,20 +8,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
+from rocline.hip_kernels.explog import exp_f32, log_f32
 
 WEIGHT_FLOOR = 1e-20
 
 
+def sqrt_softplus_f32(x_f32: Tensor) -> Tensor:
+    """The root of log(1 + e^x), in steps that every device rounds alike (explog.py); any shape.
+
+    Above 20 the logarithm is x, below -20 e^x, whose root is e^(x/2): that is normal where e^x is not any more.
+    Between, log(u) + (e - (u - 1)) / u is log(1 + e) where u, which is 1 + e rounded, is not.
+    """
+    e = exp_f32(-x_f32.abs())
+    u = e + 1.0
+    log1p = log_f32(u) + (e - (u - 1.0)) / u
+    softplus = torch.where(x_f32 > 20.0, x_f32, x_f32.clamp(min=0.0) + log1p)
+    # By way of FP64, which gives the rounded root; the FP32 library's is off by a bit now and then.
+    return torch.where(x_f32 < -20.0, exp_f32(x_f32.clamp(max=0.0) * 0.5), softplus.double().sqrt().float())
+
+
 def router_ref(logits_f32: Tensor, bias_f32: Tensor, n_chosen: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """scores [R, E] FP32, ids [R, k] int32 in order of biased score (ties: lower id), weights [R, k] FP32."""
-    scores = F.softplus(logits_f32).sqrt()  # log1p(exp(x)), linear above 20
+    scores = sqrt_softplus_f32(logits_f32)
     order = torch.sort(scores + bias_f32, dim=1, descending=True, stable=True).indices[:, :n_chosen]
     chosen = scores.gather(1, order)
-    weights = chosen / (chosen.sum(1, keepdim=True) + WEIGHT_FLOOR) * factor
+    total = torch.zeros_like(chosen[:, :1])
+    for column in chosen.split(1, dim=1):  # in this order; a library's own differs from device to device
+        total = total + column
+    weights = chosen / (total + WEIGHT_FLOOR) * factor
     return scores, order.int(), weights
 
 
+@operator
 def router(
     u_bf16: Tensor,
     weight_bf16: Tensor,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims
+from rocline.hip_kernels.binding import bind_dims, operator
 from rocline.hip_kernels.explog import exp_f32, log_f32
 from rocline.hip_kernels.philox import gumbel_ref
 from rocline.hip_kernels.selection import top_k_mask
@@ -74,16 +74,23 @@ _LIST_DIMS = {
 }
 
 
+@operator
 def sample(logits_f32: Tensor, how: SampleRows, ids_i32: Tensor) -> None:
     """Fill ids_i32 [R] from logits_f32 [R, V], which stay as they are; see sample_ref.
 
     A row that has no token to choose gets NOT_FINITE or NOTHING_LEFT; other rows do not notice. Raises BindError
     for a tensor of the wrong shape or dtype.
     """
-    specs = {f"{f.name} R{_LIST_DIMS.get(f.name, '')}": getattr(how, f.name) for f in fields(how)}
-    (n_rows,) = bind_dims("sample", "R", {"logits_f32 R V": logits_f32, "ids_i32 R": ids_i32, **specs})
+    n_rows, _ = bind_sample(logits_f32, how, ids_i32)
     for row in range(n_rows):
         ids_i32[row] = sample_ref(logits_f32[row], how.row(row))
+
+
+def bind_sample(logits_f32: Tensor, how: SampleRows, ids_i32: Tensor) -> tuple[int, int]:
+    """R and V. Raises BindError."""
+    specs = {f"{f.name} R{_LIST_DIMS.get(f.name, '')}": getattr(how, f.name) for f in fields(how)}
+    n_rows, n_vocab = bind_dims("sample", "R V", {"logits_f32 R V": logits_f32, "ids_i32 R": ids_i32, **specs})
+    return n_rows, n_vocab
 
 
 def sample_ref(logits_f32: Tensor, how: SampleRows) -> int:
@@ -232,17 +239,7 @@ def logprobs(logits_f32: Tensor, chosen_i32: Tensor, chosen_f32: Tensor, top_ids
     A row with a logit that is not finite gets NaN and -1 everywhere. Raises BindError for a tensor of the wrong
     shape or dtype.
     """
-    n_rows, n_vocab, n_top = bind_dims(
-        "logprobs",
-        "R V N",
-        {
-            "logits_f32 R V": logits_f32,
-            "chosen_i32 R": chosen_i32,
-            "chosen_f32 R": chosen_f32,
-            "top_ids_i32 R N": top_ids_i32,
-            "top_f32 R N": top_f32,
-        },
-    )
+    n_rows, n_vocab, n_top = bind_logprobs(logits_f32, chosen_i32, chosen_f32, top_ids_i32, top_f32)
     chosen_f32.fill_(float("nan"))
     top_ids_i32.fill_(-1)
     top_f32.fill_(float("nan"))
@@ -256,6 +253,24 @@ def logprobs(logits_f32: Tensor, chosen_i32: Tensor, chosen_f32: Tensor, top_ids
         best = ranked_ids(rank_keys(logits_f32[row]).topk(n_top).values)
         top_ids_i32[row, :n_top] = best
         top_f32[row, :n_top] = row_f32[best]
+
+
+def bind_logprobs(
+    logits_f32: Tensor, chosen_i32: Tensor, chosen_f32: Tensor, top_ids_i32: Tensor, top_f32: Tensor
+) -> tuple[int, int, int]:
+    """R, V and N. Raises BindError."""
+    n_rows, n_vocab, n_top = bind_dims(
+        "logprobs",
+        "R V N",
+        {
+            "logits_f32 R V": logits_f32,
+            "chosen_i32 R": chosen_i32,
+            "chosen_f32 R": chosen_f32,
+            "top_ids_i32 R N": top_ids_i32,
+            "top_f32 R N": top_f32,
+        },
+    )
+    return n_rows, n_vocab, n_top
 
 
 def logprobs_ref(logits_f32: Tensor) -> Tensor:

@@ -26,10 +26,12 @@ constexpr size_t kLdsBytes = 64 << 10;  // gfx1100's, refused past it on every d
 constexpr int kMaxThreads = 1024;
 
 // hipDeviceProp_tR0600, whose other fields read 0.
-constexpr size_t kPropBytes = 1472, kPropTotalMemory = 288, kPropArch = 1160;
-inline void fill_properties(char* prop, const char* name, uint64_t total_bytes, const char* arch) {
+constexpr size_t kPropBytes = 1472, kPropTotalMemory = 288, kPropHostAccess = 708, kPropArch = 1160;
+// host_access: directManagedMemAccessFromHost, whether the device's memory is the host's too.
+inline void fill_properties(char* prop, const char* name, uint64_t total_bytes, const char* arch, int host_access) {
   memset(prop, 0, kPropBytes);
   snprintf(prop, 256, "%s", name);
   memcpy(prop + kPropTotalMemory, &total_bytes, sizeof total_bytes);
+  memcpy(prop + kPropHostAccess, &host_access, sizeof host_access);
   snprintf(prop + kPropArch, 256, "%s", arch);
 }

@@ -169,7 +169,7 @@ HIP_EXPORT hipError_t hipRuntimeGetVersion(int* version) {
 }
 HIP_EXPORT hipError_t hipGetDevicePropertiesR0600(char* prop, int device) {
   if (device < 0 || device >= kDevices) return hipErrorInvalidDevice;
-  fill_properties(prop, "CPU double", kTotalBytes, "cpu");
+  fill_properties(prop, "CPU double", kTotalBytes, "cpu", 1);
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipMemGetInfo(size_t* free_bytes, size_t* total_bytes) {

@@ -73,7 +73,7 @@ HIP_EXPORT hipError_t hipGetDevicePropertiesR0600(char* prop, int device) {
   cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle);
   cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle);
   snprintf(arch, sizeof arch, "sm_%d%d", major, minor);
-  fill_properties(prop, name, total_bytes, arch);
+  fill_properties(prop, name, total_bytes, arch, 0);
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipMemGetInfo(size_t* free_bytes, size_t* total_bytes) {

@@ -113,11 +113,14 @@ def test_copies_and_fills(device, slab, pinned, rng):
     assert got[4100:].eq(7).all()
 
 
-def test_a_slab_is_a_tensor_where_torch_sees_the_gpu(device, slab):
-    if not torch.cuda.is_available():
-        with pytest.raises(HipError, match="sees no GPU; install its ROCm build"):
-            slab.tensor()
-        return
+def test_a_slab_is_no_tensor_where_torch_cannot_reach_it(device, slab, monkeypatch):
+    monkeypatch.setattr("rocline.hip_kernels.driver.torch_sees_gpus", lambda: False)
+    monkeypatch.setattr(slab.device, "is_host", False)
+    with pytest.raises(HipError, match="sees no GPU; install its ROCm build"):
+        slab.tensor()
+
+
+def test_a_slab_is_a_tensor_where_torch_reaches_it(device, slab):
     view = slab.tensor()
     assert (view.dtype, view.numel(), view.data_ptr()) == (torch.uint8, slab.n_bytes, slab.address)
     view.fill_(3)

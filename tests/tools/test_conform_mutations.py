@@ -84,8 +84,9 @@ MISTAKES = {
         "_run_layer",
         [
             (
-                "weights.ffn_norm_bf16, rows.streams_bf16, mixed.pre_f32)",
-                "weights.ffn_norm_bf16, rows.streams_bf16, streams.mix(config, weights.hc_ffn, rows.streams_bf16)[0])",
+                "out_bf16 = experts",
+                "u_bf16 = streams.collapse_norm(config, weights.ffn_norm_bf16, rows.streams_bf16, mixed.pre_f32)\n"
+                "    out_bf16 = experts",
             )
         ],
         "trace u_ffn",
@@ -304,8 +305,8 @@ def test_decode_sees_the_shared_key_slot(monkeypatch):
 def test_chunks_see_a_lost_open_pair(monkeypatch):
     read = Ring.read
 
-    def mutant_read(self, start, stop):
-        rows = read(self, start, stop)
+    def mutant_read(self, start, stop, out=None):
+        rows = read(self, start, stop, out)
         return torch.zeros_like(rows) if rows.is_floating_point() else rows  # pair rows; window rows are bytes
 
     monkeypatch.setattr(Ring, "read", mutant_read)

@@ -1,0 +1,72 @@
+"""Engram on the GPU: table rows that the host has gathered, and the gated addition (backbone.md section 11.4, 11.5)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+
+from rocline.hip_kernels.binding import BindError, bind_dims
+from rocline.hip_kernels.kernel import Kernel, launch
+
+THREADS, STREAMS = 256, 4
+
+
+_DECODE = Kernel("engram_rows.hip", "engram_decode", "PPPi", threads=THREADS)
+
+
+@cache
+def _gate(width: int) -> Kernel:
+    return Kernel("engram.hip", "engram_gate", "PPPPPPPff", threads=32 * STREAMS, defines={"WIDTH": width})
+
+
+RELEASE_KERNELS = (_DECODE, _gate(5120))
+
+
+def engram_decode_hip(codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
+    """Fill out_bf16 [N, d] from table rows as the host gathered them, on the current stream; exact.
+
+    codes_e4m3 [N, d], scales_e8m0 [N, d/32]. A token's columns are d = 256 each; N is tokens times columns.
+    """
+    n_rows, width, n_groups = bind_dims(
+        "engram_decode",
+        "N D G",
+        {"codes_e4m3 N D": codes_e4m3, "scales_e8m0 N G": scales_e8m0, "out_bf16 N D": out_bf16},
+    )
+    if width != 32 * n_groups:
+        raise BindError(f"engram_decode: rows of {width} codes with {n_groups} scales; want one for every 32")
+    if n_pieces := n_rows * width // 8:
+        launch(_DECODE, grid=(-(-n_pieces // THREADS), 1), args=(out_bf16, codes_e4m3, scales_e8m0, n_pieces))
+
+
+def engram_gate_hip(
+    streams_bf16: Tensor,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    alive_u8: Tensor,
+    eps: float,
+    out_bf16: Tensor,
+    gates_f32: Tensor,
+) -> None:
+    """engram.engram_gate on the current stream, for 4 streams of D channels, a multiple of 8.
+
+    Sums have an order of their own and the sigmoid is explog.py's; given equal gates the streams have equal bits.
+    """
+    width = streams_bf16.shape[2]
+    (n_rows,) = bind_dims(
+        "engram_gate",
+        "R",
+        {
+            "streams_bf16 R 4 D": streams_bf16,
+            f"kv_bf16 R {5 * width}": kv_bf16,
+            "q_weight_bf16 4 D": q_weight_bf16,
+            "k_weight_bf16 4 D": k_weight_bf16,
+            "alive_u8 R": alive_u8,
+            "out_bf16 R 4 D": out_bf16,
+            "gates_f32 R 4": gates_f32,
+        },
+    )
+    if n_rows:
+        operands = (streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, alive_u8)
+        launch(_gate(width), grid=(n_rows, 1), args=(out_bf16, gates_f32, *operands, eps, width**-0.5))

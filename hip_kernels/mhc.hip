@@ -1,0 +1,212 @@
+// mhc_pass, mhc_finish: the residual streams round a sublayer (backbone.md section 4), n = 4 streams of WIDTH channels.
+//
+// mhc_pass reads the streams once for all there is to do with them: merge the last sublayer's output in, collapse them
+// for the next one, and project them on 24 coefficients. FP32 weights are three BF16 components, 8 bits each, whose
+// products with BF16 activations are exact; one read of the activations serves all three, and their squares.
+// Grid (ceil(WIDTH/128), ceil(R/32)); 384 threads = 12 waves: a segment of 128 channels of each stream, 32 rows. A wave
+// has 16 rows and 16 of the 80 columns, or the squares. A stream's 8 steps of 16 channels are one sum; the streams' sums
+// are added by halves, components least first, segments by mhc_finish.
+// LDS: activations [32][kRowStride], then sums [32][kSumStride].
+//
+// mhc_finish: grid (R, 1); 128 threads; LDS a float a wave.
+//
+// Budget on gfx1100: mhc_pass: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
+// Budget on gfx1100: mhc_finish: 72 VGPRs, 16 bytes of LDS, 16 waves per SIMD, no scratch.
+#include "explog.hip.h"
+#include "rms.hip.h"
+
+constexpr int kStreams = 4, kSums = 24, kTileRows = 16;
+constexpr int kColTiles = 5;  // 3 components of 24 sums, and 8 columns of zeros
+constexpr int kColJobs = kColTiles + 1, kRowTiles = 2, kPassRows = kRowTiles * kTileRows;
+constexpr int kPassThreads = 32 * kColJobs * kRowTiles;
+constexpr int kSegment = 128, kSegments = (WIDTH + kSegment - 1) / kSegment, kSteps = kSegment / 16;
+constexpr int kFragment = 16 * 16, kRowStride = kStreams * kSegment + 8, kSumStride = kColTiles * 16 + 1;
+constexpr int kPartials = kSums + 1;  // the last: the sum of squares
+static_assert(WIDTH % 16 == 0, "a step of the projection takes 16 channels of one stream");
+
+struct Merge {  // of one row
+  const float* comb;  // [source][destination]
+  const float* post;
+};
+
+// Eight channels of all streams.
+RL_DEV void merge_piece(rl::Words4 (&x)[kStreams], const rl::Words4& sublayer, const Merge& by) {
+  Piece merged[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const Piece from = unpack(x[j]);
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      const float share = by.comb[j * kStreams + k];
+#pragma unroll
+      for (int c = 0; c < kPiece; ++c) merged[k].v[c] = j ? merged[k].v[c] + share * from.v[c] : share * from.v[c];
+    }
+  }
+  const Piece o = unpack(sublayer);
+#pragma unroll
+  for (int k = 0; k < kStreams; ++k) {
+#pragma unroll
+    for (int c = 0; c < kPiece; ++c) merged[k].v[c] += by.post[k] * o.v[c];
+    x[k] = pack(merged[k]);
+  }
+}
+
+RL_DEV rl::Words4 collapse_piece(const rl::Words4 (&x)[kStreams], const float* pre) {
+  Piece u;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const Piece from = unpack(x[j]);
+#pragma unroll
+    for (int c = 0; c < kPiece; ++c) u.v[c] = j ? u.v[c] + from.v[c] * pre[j] : from.v[c] * pre[0];
+  }
+  return pack(u);
+}
+
+// This workgroup's rows and channels: merged, collapsed, and left in LDS; zeros where there is no row or channel.
+RL_DEV void stage_rows(rl_u16* lds, rl_u16* merged, rl_u16* collapsed, const rl_u16* streams, const rl_u16* sublayer,
+                       const float* post, const float* comb, const float* pre, int row0, int n_rows) {
+  constexpr int kRowPieces = kSegment / kPiece;
+  for (int i = rl_tid(); i < kPassRows * kRowPieces; i += kPassThreads) {
+    const int tile_row = i / kRowPieces, row = row0 + tile_row;
+    const int in_segment = i % kRowPieces * kPiece, channel = rl_bid_x() * kSegment + in_segment;
+    const bool real = row < n_rows && channel < WIDTH;
+    const rl_i64 at = (rl_i64)row * kStreams * WIDTH + channel, own = (rl_i64)row * WIDTH + channel;
+    rl::Words4 x[kStreams] = {};
+    if (real) {
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) x[j] = load_words(streams + at + j * WIDTH);
+      if (sublayer) {
+        merge_piece(x, load_words(sublayer + own), {comb + row * kStreams * kStreams, post + row * kStreams});
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) store_words(merged + at + j * WIDTH, x[j]);
+      }
+      if (pre) store_words(collapsed + own, collapse_piece(x, pre + row * kStreams));
+    }
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) store_words(lds + tile_row * kRowStride + j * kSegment + in_segment, x[j]);
+  }
+}
+
+// One wave's 16 rows times its 16 columns, or its rows' squares, on the diagonal.
+RL_DEV rl::AccF32 project(const rl_u16* rows, const rl_u16* weights, int job) {
+  rl::AccF32 sums[kStreams] = {};
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = stream * kSteps + i;
+      const rl::FragBF16 a = rl::load_rows_lds(rows + step * 16, kRowStride);
+      if (job == kColTiles) rl::mma(sums[stream], a, a);
+      else rl::mma(sums[stream], a, rl::load_rows(weights + (step * kColTiles + job) * kFragment, 16));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    sums[0].v[i] = (sums[0].v[i] + sums[1].v[i]) + (sums[2].v[i] + sums[3].v[i]);
+  return sums[0];
+}
+
+// Every wave's sums, from LDS: components added, least first.
+RL_DEV void write_partials(float* partials, const float* sums, int row0, int n_rows) {
+  for (int i = rl_tid(); i < kPassRows * kPartials; i += kPassThreads) {
+    const int row = row0 + i / kPartials, z = i % kPartials;
+    if (row >= n_rows) continue;
+    const float* at = sums + i / kPartials * kSumStride;
+    partials[((rl_i64)row * kSegments + rl_bid_x()) * kPartials + z] =
+        z < kSums ? (at[2 * kSums + z] + at[kSums + z]) + at[z] : at[kColTiles * 16];
+  }
+}
+
+RL_KERNEL(kPassThreads) mhc_pass(float* partials,          // [R, segments, 25]
+                                 rl_u16* merged,           // [R, 4, WIDTH], may be streams
+                                 rl_u16* collapsed,        // [R, WIDTH], not normed
+                                 const rl_u16* streams,    // [R, 4, WIDTH]
+                                 const rl_u16* sublayer,   // [R, WIDTH], or null: nothing is merged
+                                 const float* post,        // [R, 4]
+                                 const float* comb,        // [R, 4, 4]
+                                 const float* pre,         // [R, 4], or null: nothing is collapsed
+                                 const rl_u16* weights,    // [segments, 4, 8, 5, 16, 16], or null: nothing is projected
+                                 int n_rows) {
+  RL_DYN_SHARED(rl_u16, lds);
+  const int row0 = rl_bid_y() * kPassRows;
+  stage_rows(lds, merged, collapsed, streams, sublayer, post, comb, pre, row0, n_rows);
+  if (!weights) return;
+  rl_sync();
+  const int job = rl::wave() % kColJobs, tile_row = rl::wave() / kColJobs * kTileRows;
+  constexpr int kSegmentWeights = kStreams * kSteps * kColTiles * kFragment;
+  rl::AccF32 acc = {};
+  if (row0 + tile_row < n_rows)
+    acc = project(lds + tile_row * kRowStride, weights + (rl_i64)rl_bid_x() * kSegmentWeights, job);
+  rl_sync();
+  float* sums = (float*)lds;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float* row = sums + (tile_row + rl::acc_row(i)) * kSumStride;
+    if (job < kColTiles) row[job * 16 + rl::acc_col(i)] = acc.v[i];
+    else if (rl::acc_row(i) == rl::acc_col(i)) row[kColTiles * 16] = acc.v[i];
+  }
+  rl_sync();
+  write_partials(partials, sums, row0, n_rows);
+}
+RL_EXPORT(mhc_pass)
+
+// Lane 4j + k < 16 has A[j][k].
+RL_DEV float over_row(float v) {
+  v += rl::shfl_xor<1>(v);
+  return v + rl::shfl_xor<2>(v);
+}
+RL_DEV float over_column(float v) {
+  v += rl::shfl_xor<4>(v);
+  return v + rl::shfl_xor<8>(v);
+}
+
+// One wave: lane z has the projection's z, of which 4 are pre, 4 post and 16 comb.
+RL_DEV void coefficients(float z, const float* scale, const float* base, float eps, int n_iters, float* pre,
+                         float* post, float* comb) {
+  const int lane = rl::lane();
+  const int kind = lane < kStreams ? 0 : lane < 2 * kStreams ? 1 : 2;
+  const float y = lane < kSums ? z * scale[kind] + base[lane] : 0.0f;
+  const float s = rl::sigmoid(y);
+  if (kind == 0) pre[lane] = s + eps;
+  if (kind == 1) post[lane - kStreams] = 2.0f * s;
+  float a = rl::shfl(y, (lane & 15) + 2 * kStreams);
+  float most = rl::max(a, rl::shfl_xor<1>(a));
+  most = rl::max(most, rl::shfl_xor<2>(most));
+  a = rl::exp(a - most);
+  a = a / over_row(a) + eps;
+  a = a / (over_column(a) + eps);
+  for (int i = 1; i < n_iters; ++i) {
+    a = a / (over_row(a) + eps);
+    a = a / (over_column(a) + eps);
+  }
+  if (lane < kStreams * kStreams) comb[lane] = a;
+}
+
+RL_KERNEL(kThreads) mhc_finish(rl_u16* normed,         // [R, WIDTH], in place; or null: nothing is normed
+                               float* pre,             // [R, 4]
+                               float* post,            // [R, 4]
+                               float* comb,            // [R, 4, 4]
+                               const float* partials,  // [R, segments, 25], or null: no coefficients
+                               const rl_u16* weight,   // [WIDTH]
+                               const float* scale,     // [3]
+                               const float* base,      // [24]
+                               float norm_eps, float eps, int n_iters) {
+  RL_DYN_SHARED(float, sums);
+  const rl_i64 row = rl_bid_x();
+  if (normed) {
+    rl_u16* x = normed + row * WIDTH;
+    rl::Words4 words[kOwnPieces];
+#pragma unroll
+    for (int i = 0; i < kOwnPieces; ++i)
+      if (own_channel(i) < WIDTH) words[i] = load_words(x + own_channel(i));
+    norm_row(x, words, weight, norm_eps, sums);
+  }
+  if (!partials || rl::wave() != 0) return;
+  const float* own = partials + row * kSegments * kPartials;
+  float total = 0.0f;
+  for (int s = 0; s < kSegments; ++s) total += rl::lane() < kPartials ? own[s * kPartials + rl::lane()] : 0.0f;
+  const float inverse = inverse_rms(rl::shfl(total, kSums), kStreams * WIDTH, norm_eps);
+  coefficients(total * inverse, scale, base, eps, n_iters, pre + row * kStreams, post + row * kStreams,
+               comb + row * kStreams * kStreams);
+}
+RL_EXPORT(mhc_finish)

@@ -1,0 +1,170 @@
+"""Attention from the kernel against the reference: lists, empty slots, pages, rings, and each row by itself."""
+
+import numpy as np
+import pytest
+import torch
+
+from rocline.hip_kernels.attention import attention
+from rocline.hip_kernels.attention_hip import Selected, Windows, attention_hip
+from rocline.hip_kernels.binding import BindError
+from rocline.hip_kernels.formats import RowFormat
+
+SMALL, TINY, RELEASE = (4, 64), (8, 128), (64, 512)
+
+
+def bf16(rng, *shape):
+    return torch.from_numpy(rng.standard_normal(shape)).bfloat16()
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Case:
+    """n_rows of one sequence over contiguous window rows and pages out of order."""
+
+    def __init__(self, rng, n_rows, shape, window, n_selected, n_history=96):
+        self.shape, self.window, self.n_selected = shape, window, n_selected
+        n_heads, width = shape
+        self.q, self.sink = bf16(rng, n_rows, n_heads, width), torch.from_numpy(rng.standard_normal(n_heads)).float()
+        self.window_u8 = RowFormat("window", width).pack(bf16(rng, window + n_rows, width))
+        self.pages_u8 = RowFormat("compressed", width).pack(bf16(rng, n_history // 32 + 1, 32, width))
+        self.table = torch.from_numpy(rng.permutation(n_history // 32 + 1)[: n_history // 32]).int()
+        self.count = torch.from_numpy(rng.integers(1, window + 1, n_rows)).int()
+        self.count[0] = window
+        self.first = torch.from_numpy(rng.integers(0, n_rows + 1, n_rows)).int()
+        picks = np.full((n_rows, n_selected), -1)
+        for row in range(n_rows):
+            n = n_selected if row == 0 else rng.integers(0, n_selected + 1)
+            picks[row, :n] = np.sort(rng.permutation(n_history)[:n])
+        self.selected = torch.from_numpy(picks).int() if n_selected else None
+
+    def reference(self):
+        out = torch.full(self.q.shape, float("nan"), dtype=torch.bfloat16)
+        rows = (self.pages_u8, self.table, self.selected) if self.n_selected else (None, None, None)
+        attention(self.q, self.window_u8, self.first, self.count, self.window, *rows, self.sink, out)
+        return out
+
+    def operands(self, device, rows=slice(None)):
+        put = device.put
+        ring = torch.zeros(len(self.q[rows]), dtype=torch.int32)
+        windows = Windows(
+            put(self.window_u8[None]), put(ring), put(self.first[rows]), put(self.count[rows]), self.window
+        )
+        if not self.n_selected:
+            return windows, None
+        return windows, Selected(put(self.pages_u8), put(self.table[None]), put(ring), put(self.selected[rows]))
+
+    def run(self, device, rows=slice(None)):
+        q = device.put(self.q[rows])
+        attention_hip(q, *self.operands(device, rows), device.put(self.sink), q)
+        return device.get(q)
+
+
+def assert_close(got, want):
+    """BF16 weights are rounded against the same running maximum, so few cross a boundary; one BF16 step then, of it
+    or of the output. 2^-7 of the row's size bounds what a sum of such steps reaches."""
+    size = want.float().abs().amax(-1, keepdim=True)
+    error = (got.float() - want.float()).abs()
+    assert (error <= 2**-7 * size).all()
+    assert (error <= 2**-9 * size).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "n_selected"),
+    [(SMALL, 16, 16), (SMALL, 24, 48), (SMALL, 64, 64), (TINY, 16, 0), (TINY, 63, 2), (TINY, 16, 113), (RELEASE, 8, 1)],
+)
+def test_close_to_the_reference(device, rng, shape, window, n_selected):
+    case = Case(rng, 2 if shape == RELEASE else 5, shape, window, n_selected, 128)
+    assert_close(case.run(device), case.reference())
+
+
+def test_release_shape(card, rng):
+    case = Case(rng, 40, RELEASE, 128, 512, 2048)
+    assert_close(case.run(card), case.reference())
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 6, 15, 16, 17, 33, 64, 65])
+def test_rows_are_their_own(device, rng, n_rows):
+    case = Case(rng, 65, SMALL, 16, 48)
+    case.q[64, 0, 3], case.q[63, 1, 5] = float("nan"), float("inf")
+    full = case.run(device)
+    assert torch.equal(
+        case.run(device, slice(65 - n_rows, 65)).view(torch.int16), full[65 - n_rows :].view(torch.int16)
+    )
+    assert full[64, 0].isnan().all()
+    assert full[64, 1:].isfinite().all()
+    assert not full[63, 1].isfinite().any()
+    assert full[:63].isfinite().all()
+
+
+def test_a_broken_row_of_the_cache_reaches_only_who_sees_it(device, rng):
+    case = Case(rng, 3, SMALL, 16, 16)
+    case.count[:] = 16
+    case.first[:] = i32([0, 1, 2])
+    case.window_u8[0, 64] = 255  # its first group is not a number
+    got = case.run(device)
+    assert got[0].isnan().all()
+    assert got[1:].isfinite().all()
+
+
+def test_empty_slots_count_and_empty_lists_are_zeros(device, rng):
+    """The same entries, once in the first 64 slots and once behind an empty block of the window."""
+    case = Case(rng, 2, TINY, 64, 32)
+    case.count[:] = i32([1, 0])
+    case.selected[1] = -1
+    assert_close(case.run(device)[:1], case.reference()[:1])
+    assert not case.run(device)[1].any()
+
+
+def test_blocks_that_are_all_empty_change_nothing(device, rng):
+    case = Case(rng, 3, SMALL, 64, 16)
+    short = case.run(device)
+    case.selected = torch.cat((case.selected, torch.full((3, 128), -1, dtype=torch.int32)), 1)
+    case.n_selected = 144
+    assert torch.equal(case.run(device), short)
+
+
+def test_rings_and_sequences(device, rng):
+    """Decode rows of three sequences in one call are the bits of each by itself, its window not wrapped."""
+    n_slots, window, n_selected = 24, 16, 16
+    cases = [Case(rng, 1, SMALL, window, n_selected) for _ in range(3)]
+    rings = torch.full((3, n_slots, 66), 0xEE, dtype=torch.uint8)
+    firsts = [3, 20, 13]
+    for ring, case, first in zip(rings, cases, firsts, strict=True):
+        case.first[:], case.sink = 0, cases[0].sink
+        ring[(torch.arange(window) + first) % n_slots] = case.window_u8[:window]
+    alone = torch.cat([case.run(device) for case in cases])
+    put, order = device.put, torch.arange(3, dtype=torch.int32)
+    windows = Windows(put(rings), put(order), put(i32(firsts)), put(torch.cat([c.count for c in cases])), window)
+    pages, tables = [], []
+    for case in cases:
+        tables.append(case.table + sum(map(len, pages)))
+        pages.append(case.pages_u8)
+    chosen = torch.cat([case.selected for case in cases])
+    selected = Selected(put(torch.cat(pages)), put(torch.stack(tables)), put(order), put(chosen))
+    q = put(torch.cat([case.q for case in cases]))
+    out = device.full(q.shape, float("nan"), torch.bfloat16)
+    attention_hip(q, windows, selected, put(cases[0].sink), out)
+    assert torch.equal(device.get(out), alone)
+
+
+def test_absurd_scores_stay_finite(device, rng):
+    """Scores of +-10^4 that grow from block to block: the running maximum moves, weights underflow, nothing breaks."""
+    case = Case(rng, 2, SMALL, 64, 64)
+    case.q *= 2000
+    got = case.run(device)
+    assert got.isfinite().all()
+    size = case.reference().float().abs().amax(-1, keepdim=True)
+    assert ((got.float() - case.reference().float()).abs() <= 2**-6 * size).float().mean() > 0.98
+
+
+def test_what_does_not_fit_is_named(device, rng):
+    case = Case(rng, 1, SMALL, 16, 0)
+    windows, _ = case.operands(device)
+    q = torch.zeros(1, 24, 64).bfloat16()
+    with pytest.raises(BindError, match="24 heads of 64"):
+        attention_hip(q, windows, None, torch.zeros(24), q)
+    q = torch.zeros(1, 4, 128).bfloat16()
+    with pytest.raises(BindError, match=r"window_rows_u8 is \[1, 17, 66\], want \[N=1, S=17, 132\]"):
+        attention_hip(q, windows, None, torch.zeros(4), q)

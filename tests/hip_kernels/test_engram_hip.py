@@ -1,0 +1,78 @@
+"""Engram from the kernels: table rows exactly, gates within FP32, dead rows, rows by themselves."""
+
+import pytest
+import torch
+
+from rocline.hip_kernels.binding import BindError
+from rocline.hip_kernels.engram import engram_gate_ref, engram_gather_ref
+from rocline.hip_kernels.engram_hip import engram_decode_hip, engram_gate_hip
+
+EPS = 1e-20
+
+
+def bf16(rng, *shape):
+    return torch.from_numpy(rng.standard_normal(shape)).bfloat16()
+
+
+@pytest.mark.parametrize("width", [32, 256])
+@pytest.mark.parametrize("n_rows", [1, 24, 99])
+def test_table_rows(device, rng, n_rows, width):
+    codes = torch.from_numpy(rng.integers(0, 256, (n_rows, width), dtype="uint8"))  # every code, NaN too
+    scales = torch.from_numpy(rng.integers(60, 190, (n_rows, width // 32), dtype="uint8"))
+    scales[0, 0] = 255
+    codes[-1, 8:16] = torch.tensor([0x7F, 0, 0xFF, 1, 2, 3, 4, 0x7F])  # no numbers at either end of a word
+    codes[-1, 16:24] = torch.tensor([0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 0xFE, 0x7E, 0xFF])
+    want = engram_gather_ref(torch.arange(n_rows)[:, None], codes, scales).bfloat16()
+    got = device.full((n_rows, width), 7.0, torch.bfloat16)
+    engram_decode_hip(device.put(codes), device.put(scales), got)
+    got = device.get(got)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~got.isnan()].view(torch.int16), want[~want.isnan()].view(torch.int16))
+
+
+class Case:
+    def __init__(self, rng, n_rows, width):
+        self.rows = [bf16(rng, n_rows, 4, width), bf16(rng, n_rows, 5 * width)]
+        self.alive = torch.from_numpy(rng.integers(0, 4, n_rows) > 0).byte()
+        self.weights = [bf16(rng, 4, width) for _ in range(2)]
+
+    def run(self, device, rows=slice(None)):
+        put = device.put
+        streams, kv = (put(x[rows]) for x in self.rows)
+        gates = device.full((len(streams), 4), float("nan"))
+        engram_gate_hip(streams, kv, *map(put, self.weights), put(self.alive[rows]), EPS, streams, gates)
+        return device.get(streams), device.get(gates)
+
+
+@pytest.mark.parametrize("width", [96, 520, 5120])
+@pytest.mark.parametrize("n_rows", [1, 6])
+def test_gates(device, rng, n_rows, width):
+    case = Case(rng, n_rows, width)
+    case.rows[1][0, : 4 * width] = case.rows[0][0].flatten()  # a strong gate
+    case.alive[0] = 1
+    out, gates = case.run(device)
+    _, want = engram_gate_ref(*case.rows, *case.weights, case.alive, EPS)
+    # d is a sum of both signs divided by its terms' size: 1e-6 of that, and a root takes half as many digits near 0.
+    assert (gates - want).abs().max() < 1e-3
+    assert (gates - want).abs().median() < 1e-6
+    streams, value = case.rows[0].float(), case.rows[1].float().unflatten(1, (5, width))[:, 4:]
+    assert torch.equal(out, (streams + gates[:, :, None] * value).bfloat16())  # given its gates, every bit
+    assert torch.equal(gates == 0, (case.alive == 0)[:, None].expand(-1, 4))
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 6, 15, 16, 17, 33, 64, 65])
+def test_rows_are_their_own(device, rng, n_rows):
+    case = Case(rng, 65, 96)
+    case.alive[60:] = 1
+    case.rows[0][64, 1, 3], case.rows[1][62, 2 * 96 + 1] = float("nan"), float("inf")
+    full, some = case.run(device), case.run(device, slice(65 - n_rows, 65))
+    for got, want in zip(some, full, strict=True):
+        assert torch.equal(got.view(torch.uint8), want[65 - n_rows :].view(torch.uint8))
+    assert full[1][64, 1].isnan()
+    assert full[1][64, [0, 2, 3]].isfinite().all()
+    assert full[0][:62].isfinite().all()
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(BindError, match="rows of 64 codes with 3 scales"):
+        engram_decode_hip(torch.zeros(2, 64).byte(), torch.zeros(2, 3).byte(), torch.zeros(2, 64).bfloat16())

@@ -1,0 +1,227 @@
+"""python -m rocline.tools.bench_gemm: the matrix products on one card, as JSON lines.
+
+Medians of device time over rotating weights, larger together than the card's cache; every yardstick is measured in the
+same run: cuBLAS (rocBLAS) on decoded BF16 weights, a loop of those over experts, and a copy. Needs a card that both HIP
+and torch see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rocline.hip_kernels.act_quant import act_round8_hip
+from rocline.hip_kernels.driver import devices
+from rocline.hip_kernels.experts import swiglu_ref
+from rocline.hip_kernels.experts_hip import ExpertRoom, ExpertWeights, experts_hip, prepare_fp4_weight
+from rocline.hip_kernels.formats import dequantise_tiles, e2m1x2_decode, e8m0_decode
+from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
+from rocline.hip_kernels.linear_hip import (
+    f32_linear_hip,
+    fp8_linear_hip,
+    prepare_bf16_weight,
+    prepare_fp8_weight,
+    workspace_floats,
+)
+from rocline.hip_kernels.weight_tiles import WeightTiles
+from rocline.tools.bench_index import captured, report, timed_ms
+
+# [N, K] of the release's dense linears (backbone.md section 12).
+DENSE = {
+    "wq_a": (1280, 5120),
+    "wkv": (512, 5120),
+    "wq_b": (32768, 1280),
+    "wo_b": (5120, 8192),
+    "indexer.wq_b": (4096, 1280),
+    "shared w1": (2304, 5120),
+    "shared w2": (5120, 2304),
+    "engram.wkv": (25600, 6144),
+}
+WIDTH, INNER = 5120, 2304
+FEW = (1, 6)
+CACHE_BYTES = 200 << 20  # of weights in turn: several times what a card keeps
+
+
+def random_fp8(n_out: int, n_in: int, seed: int) -> Fp8Weight:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    values = torch.randn((n_out, n_in), generator=generator, device="cuda") * 64
+    shape = (-(-n_out // 32), n_in // 32)
+    scales = torch.randint(112, 120, shape, generator=generator, device="cuda", dtype=torch.uint8)
+    return Fp8Weight(values.to(torch.float8_e4m3fn).view(torch.uint8), scales)
+
+
+def random_rows(n_rows: int, width: int) -> Tensor:
+    x = torch.randn((n_rows, width), device="cuda").bfloat16()
+    act_round8_hip(x, x)
+    return x
+
+
+def workspace_for(n_rows: int, tiles: WeightTiles) -> Tensor:
+    return torch.empty(max(1, workspace_floats(n_rows, tiles)), device="cuda")
+
+
+def copy_gb_per_s(repeats: int) -> float:
+    """Bytes read and written a second by a copy of 1 GiB."""
+    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    ms = timed_ms([partial(target.copy_, source)], repeats)
+    report("copy of 1 GiB, read and written", ms, gb_per_s=round((2 << 30) / ms / 1e6))
+    return (2 << 30) / ms / 1e6
+
+
+def bench_few(copied: float, repeats: int) -> None:
+    """One to six rows, by weight bytes a second, as graphs: what the host takes to launch is left out."""
+    for name, (n_out, n_in) in DENSE.items():
+        n_sets = max(2, min(24, CACHE_BYTES // (n_out * n_in)))
+        sets = [prepare_fp8_weight(random_fp8(n_out, n_in, seed)) for seed in range(n_sets)]
+        for n_rows in FEW:
+            x = random_rows(n_rows, n_in)
+            out = torch.empty((n_rows, n_out), dtype=torch.bfloat16, device="cuda")
+            calls = [partial(fp8_linear_hip, x, tiles, out) for tiles in sets]
+            ms = many_ms(calls, repeats)
+            rate = n_out * n_in / ms / 1e6
+            report(f"{name}, few rows", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+
+
+def many_ms(calls: Sequence[Callable[[], object]], repeats: int) -> float:
+    """Median time of one call among all of them in a row in one graph."""
+
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return timed_ms([captured(all_of_them)], repeats) / len(calls)
+
+
+def bench_dense(n_rows: int, repeats: int) -> None:
+    """Many rows against the library on weights decoded to BF16 beforehand."""
+    for name, (n_out, n_in) in DENSE.items():
+        weights = [random_fp8(n_out, n_in, seed) for seed in range(2)]
+        sets = [prepare_fp8_weight(weight) for weight in weights]
+        x = random_rows(n_rows, n_in)
+        out = torch.empty((n_rows, n_out), dtype=torch.bfloat16, device="cuda")
+        room = workspace_for(n_rows, sets[0])
+        ours = many_ms([partial(fp8_linear_hip, x, tiles, out, room) for tiles in sets], repeats)
+        wide = [dequantise_tiles(*weight).T for weight in weights]
+        theirs = many_ms([partial(torch.mm, x, w, out=out) for w in wide], repeats)
+        tera_ops = 2 * n_rows * n_out * n_in / 1e12
+        report(
+            f"{name}, dense",
+            ours,
+            rows=n_rows,
+            tflops=round(tera_ops / ours * 1e3, 1),
+            library_tflops=round(tera_ops / theirs * 1e3, 1),
+            of_library=round(theirs / ours, 3),
+        )
+
+
+def bench_head(copied: float, repeats: int) -> None:
+    n_out, n_in = 129280, 5120
+    tiles = prepare_bf16_weight(torch.randn((n_out, n_in), device="cuda").bfloat16())
+    for n_rows in FEW:
+        x, out = random_rows(n_rows, n_in), torch.empty((n_rows, n_out), device="cuda")
+        ms = many_ms([partial(f32_linear_hip, x, tiles, out)], repeats)
+        rate = 2 * n_out * n_in / ms / 1e6
+        report("head, few rows", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+
+
+class Layer:
+    """One layer's experts at the release's shapes, `n_experts` of them."""
+
+    CHOSEN, LIMIT = 6, 10.0
+
+    def __init__(self, n_experts: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(5)
+        self.n_experts = n_experts
+        shapes = ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
+
+        def random_fp4(n_out: int, n_in: int) -> Fp4Weight:
+            def bytes_of(low: int, high: int, last: int) -> Tensor:
+                shape = (n_experts, n_out, last)
+                return torch.randint(low, high, shape, generator=generator, device="cuda", dtype=torch.uint8)
+
+            return Fp4Weight(bytes_of(0, 256, n_in // 2), bytes_of(119, 122, n_in // 32))
+
+        self.raw = [random_fp4(*shape) for shape in shapes]
+        self.routed = ExpertWeights(*map(prepare_fp4_weight, self.raw))
+        self.shared = ExpertWeights(*(prepare_fp8_weight(random_fp8(*shape, 3)) for shape in shapes))
+        self.expert_bytes = sum(w.codes_e2m1x2[0].numel() + w.scales_e8m0[0].numel() for w in self.raw)
+        self.shared_bytes = sum(n_out * n_in for n_out, n_in in shapes)
+
+    def choose(self, n_rows: int, seed: int) -> Tensor:
+        """ids [R, 6]: even spread over the experts, distinct in a row."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.rand((n_rows, self.n_experts), generator=generator, device="cuda").topk(self.CHOSEN).indices.int()
+
+    def call(self, n_rows: int, ids: Tensor) -> Callable[[], object]:
+        room = torch.empty(ExpertRoom.bytes_for(n_rows, self.CHOSEN, self.routed, self.shared), dtype=torch.uint8)
+        weights, x = torch.rand((n_rows, self.CHOSEN), device="cuda"), random_rows(n_rows, WIDTH)
+        return partial(
+            experts_hip, x, ids, weights, self.routed, self.shared, self.LIMIT, room.cuda(), torch.empty_like(x)
+        )
+
+    def decoded(self, expert: int) -> list[Tensor]:
+        """w1, w3, w2 as BF16 [N, K]."""
+        return [
+            (
+                e2m1x2_decode(w.codes_e2m1x2[expert]) * e8m0_decode(w.scales_e8m0[expert]).repeat_interleave(32, 1)
+            ).bfloat16()
+            for w in self.raw
+        ]
+
+    def torch_loop(self, n_rows: int) -> Callable[[], object]:
+        """The products of all experts on decoded weights, each on its share of rows, already gathered."""
+        wide = [self.decoded(expert) for expert in range(self.n_experts)]
+        share = n_rows * self.CHOSEN // self.n_experts
+        rows, weights = random_rows(share, WIDTH), torch.rand(share, device="cuda")
+
+        def loop() -> None:
+            for w1, w3, w2 in wide:
+                hidden = swiglu_ref(rows @ w1.T, rows @ w3.T, weights, self.LIMIT)
+                torch.mm(hidden, w2.T)
+
+        return loop
+
+
+def bench_experts(copied: float, repeats: int) -> None:
+    """Routed and shared experts together, the sort and the sum included."""
+    layer = Layer(384)
+    for n_rows in (1, 6, 48, 256):
+        choices = [layer.choose(n_rows, seed) for seed in range(4)]
+        n_bytes = sum(len(ids.unique()) for ids in choices) / len(choices) * layer.expert_bytes + layer.shared_bytes
+        ms = many_ms([layer.call(n_rows, ids) for ids in choices], repeats)
+        rate = n_bytes / ms / 1e6
+        report("experts", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+    for n_rows in (1024, 2048, 4096):
+        ms = many_ms([layer.call(n_rows, layer.choose(n_rows, seed)) for seed in range(2)], repeats)
+        tera_ops = 6 * n_rows * (layer.CHOSEN + 1) * WIDTH * INNER / 1e12
+        report("experts", ms, rows=n_rows, tflops=round(tera_ops / ms * 1e3, 1))
+    loop = layer.torch_loop(2048)
+    for what, call in (("torch loop over experts", loop), ("torch loop over experts, as a graph", captured(loop))):
+        report(what, timed_ms([call], 3), rows=2048)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all benchmarks; JSON lines to stdout."""
+    parser = argparse.ArgumentParser(prog="bench_gemm", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each kind")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench_gemm: torch sees no GPU; install its ROCm build", file=sys.stderr)
+        return 1
+    with devices()[0].stream():
+        copied = copy_gb_per_s(args.repeats)
+        bench_few(copied, args.repeats)
+        bench_head(copied, args.repeats)
+        for n_rows in (48, 128, 2048):
+            bench_dense(n_rows, args.repeats)
+        bench_experts(copied, args.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
