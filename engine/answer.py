@@ -80,7 +80,7 @@ def _pieces(config: TextConfig, weights: ModelWeights, rows: HandOff) -> Iterato
     """Logits of the wanted rows, a tile at a time: each piece overwrites the one before."""
     h_bf16, places = final_rows(config, weights.norm_bf16, rows)
     n_rows = min(ROWS_AT_A_TIME, len(places))
-    logits_f32, finite_u8 = scratch.f32(n_rows, len(weights.head_bf16)), scratch.u8(n_rows)
+    logits_f32, finite_u8 = scratch.f32(n_rows, config.vocab_size), scratch.u8(n_rows)
     for start in range(0, len(places), ROWS_AT_A_TIME):
         of_piece = places[start : start + ROWS_AT_A_TIME]
         out = Logits(logits_f32[: len(of_piece)], finite_u8[: len(of_piece)], of_piece)

@@ -367,6 +367,13 @@ class LayerRole:
     def owns_rows(self) -> bool:
         return self.ratio > 0 and self.kv_source == self.layer
 
+    @property
+    def kind(self) -> Literal["window", "full", "reindex", "reuse"]:
+        """Its row of the table in backbone.md section 0."""
+        if self.ratio == 0:
+            return "window"
+        return "full" if self.owns_rows else "reindex" if self.has_indexer else "reuse"
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import PriorityQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,40 @@ class _Work:
     released: bool = False
 
 
+class EngramRows(Protocol):
+    """Table rows of a hand-off's rows, of every Engram layer."""
+
+    def take(self, layer: int) -> TableRows:
+        """The layer's, where this thread's operators read them; only lent, until `release`."""
+
+    def pick(self, index_i64: Tensor) -> EngramRows:
+        """Only these rows [n], given on the host."""
+
+    def release(self) -> None:
+        """Nobody needs the rows any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredLate:
+    """Table rows that are gathered where they are taken, by the thread that takes them: the host waits for itself."""
+
+    tables: Mapping[int, EngramTable]
+    lookback_i32: Tensor
+
+    def take(self, layer: int) -> TableRows:
+        table = self.tables[layer]
+        rows = _room(table, len(self.lookback_i32))
+        table.hash_rows(self.lookback_i32, rows.rows_i64)
+        table.copy_rows(*rows)
+        return TableRows(*map(scratch.upload, rows))
+
+    def pick(self, index_i64: Tensor) -> GatheredLate:
+        return replace(self, lookback_i32=self.lookback_i32[index_i64])
+
+    def release(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, eq=False)
 class Gathered:
     """Table rows of a hand-off's rows, of every Engram layer, there or on their way.
@@ -72,20 +106,22 @@ class Gathered:
     _index_i64: Tensor | None = None
 
     def take(self, layer: int) -> TableRows:
-        """The layer's table rows, waited for. They are only lent, until `release`.
+        """The layer's table rows, waited for, where this thread's operators read them. They are only lent, until
+        `release`.
 
         Raises EngramAheadError when they could not be gathered, or have been released.
         """
-        rows = self._ahead._take(self._work, layer)
+        rows = TableRows(*map(scratch.upload, self._ahead._take(self._work, layer)))
         if self._index_i64 is None:
             return rows
-        picked = TableRows(*(scratch.like(tensor, len(self._index_i64)) for tensor in rows))
+        index_i64 = scratch.upload(self._index_i64)
+        picked = TableRows(*(scratch.like(tensor, len(index_i64)) for tensor in rows))
         for tensor, out in zip(rows, picked, strict=True):
-            gather_rows(tensor, self._index_i64, out)
+            gather_rows(tensor, index_i64, out)
         return picked
 
     def pick(self, index_i64: Tensor) -> Gathered:
-        """Only these rows [n]."""
+        """Only these rows [n], given on the host."""
         index_i64 = index_i64 if self._index_i64 is None else self._index_i64[index_i64]
         return replace(self, _index_i64=index_i64)
 

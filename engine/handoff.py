@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
-from rocline.engine.engram_ahead import Gathered
+from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.scratch import Lease
 from rocline.hip_kernels.rows import copy_rows, gather_rows
 
@@ -124,7 +124,7 @@ class HandOff:
     blocks_i32: Tensor | None = None
     fresh: tuple[FreshRows, ...] = ()
     lease: Lease | None = None
-    engram: Gathered | None = None
+    engram: EngramRows | None = None
 
     @property
     def n_rows(self) -> int:
@@ -178,7 +178,7 @@ class HandOff:
         return out
 
     def tail_index(self, floors: list[int]) -> Tensor | None:
-        """Indices of the rows at or after each span's floor; None when that is every row."""
+        """Indices, on the host, of the rows at or after each span's floor; None when that is every row."""
         parts, all_rows = [], True
         for (span, place), floor in zip(self.slices(), floors, strict=True):
             kept = span.from_position(floor).n_rows
@@ -193,7 +193,13 @@ class HandOff:
             return self
         spans = tuple(span.from_position(floor) for span, floor in zip(self.spans, floors, strict=True))
         engram = self.engram and self.engram.pick(index)
-        return replace(self._per_row(lambda tensor: gathered(tensor, index)), spans=spans, engram=engram)
+        here = scratch.upload(index)
+        return replace(self._per_row(lambda tensor: gathered(tensor, here)), spans=spans, engram=engram)
+
+
+def positions_of(spans: Iterable[RowSpan]) -> Tensor:
+    """[R] int32, on the host."""
+    return torch.cat([torch.arange(span.start, span.end, dtype=torch.int32) for span in spans])
 
 
 def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:

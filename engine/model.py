@@ -6,23 +6,27 @@ Prefill in chunks, decode, verify, truncate, snapshot and restore (design.md sec
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from rocline.engine import scratch
 from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
 from rocline.engine.engram import load_id_map
+from rocline.engine.engram_ahead import GatheredLate
 from rocline.engine.handoff import PrefillMode, Reach, RowKind, RowSpan, reach_for
-from rocline.engine.layers.head import Logits, embed_rows, final_logits
-from rocline.engine.pages import PAGE_POSITIONS, PagePlanes, Pages
+from rocline.engine.home import DeviceKind, HipHome, Home, HostHome
+from rocline.engine.layers.head import Logits, embed_rows, final_logits, lookback_rows
+from rocline.engine.pages import PAGE_POSITIONS, Pages, scored_sources
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.routes import Route, StageLayers, routes
-from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import REWIND_ROWS, Ring
+from rocline.engine.sequence import REWIND_ROWS, Rings
 from rocline.engine.stage import Stage
 from rocline.engine.weights import EngramHome, ModelWeights, load_weights
 
@@ -53,7 +57,7 @@ class Snapshot:
 
     number: int
     ids: array[int]
-    rings: tuple[tuple[dict[int, Ring], dict[int, Ring]], ...]
+    rings: tuple[Rings, ...]
 
 
 def split_layers(config: ModelConfig, n_stages: int, early_kv_side: bool = False) -> list[StageLayers]:
@@ -71,11 +75,13 @@ def split_layers(config: ModelConfig, n_stages: int, early_kv_side: bool = False
 
 
 class Model:
-    """A loaded model and its open sequences, on the CPU.
+    """A loaded model and its open sequences, on the host or on one GPU.
 
+    weights      on the host; `placed` are those that run, which `home` makes of them
     stages       each runs as on a device of its own
     kv_tokens    positions that all sequences together may hold, in whole pages
     arena_bytes  of each stage; poison as in StageMemory, shared_key_slot as in Stage
+    home         where all of it lives; of this model's thread
     """
 
     def __init__(
@@ -88,17 +94,31 @@ class Model:
         arena_bytes: int = ARENA_BYTES,
         poison: bool = False,
         shared_key_slot: bool = False,
+        home: Home | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
+        self.home: Home = home or HostHome()
+        self.placed = self.home.weights(config.text_config, weights)
+        self._ends = self.home.ends()
         tokens = kv_tokens or config.text_config.max_position_embeddings
         self.pages = Pages(-(-tokens // page_positions), page_positions)
 
         def stage(work: StageLayers, route: Route) -> Stage:
-            planes = PagePlanes(config.text_config, route.stores, self.pages.n_pages, page_positions)
-            name = f"arena of layers {min(work.steps)}..{max(work.steps)}"
-            memory = StageMemory(arena_bytes, name=name, poison=poison)
-            return Stage(config, [work], weights.layers, planes, memory, [route], shared_key_slot)
+            scored = () if shared_key_slot else scored_sources(config.text_config, work.layers)
+            planes = self.home.planes(config.text_config, route.stores, self.pages.n_pages, page_positions, scored)
+            memory = self.home.memory(arena_bytes, f"arena of layers {min(work.steps)}..{max(work.steps)}", poison)
+            return Stage(
+                config,
+                [work],
+                self.placed.layers,
+                planes,
+                memory,
+                [route],
+                shared_key_slot,
+                self.home.ring_data,
+                self.home.sequences_at_once,
+            )
 
         works = stages or split_layers(config, 1)
         self.stages = [stage(*visit) for visit in zip(works, routes(config, list(enumerate(works))), strict=True)]
@@ -112,14 +132,21 @@ class Model:
         *,
         engram: EngramHome = "ram",
         advance: Callable[[int], None] = lambda n_bytes: None,
+        device: DeviceKind = "cpu",
+        reference_ops: Collection[str] = (),
         **options: object,
     ) -> Model:
-        """Open, check and read a checkpoint folder. Raises ConfigError or CheckpointError, before memory is used."""
+        """Open, check and read a checkpoint folder. Raises ConfigError or CheckpointError, before memory is used.
+
+        device         "hip": the first GPU; raises HipError where there is none that can be used
+        reference_ops  operators that run their torch reference there; raises DispatchError for an unknown one
+        """
         config = ModelConfig.load(folder)
+        home = HipHome(config.text_config, reference_ops=reference_ops) if device == "hip" else HostHome()
         with Checkpoint.open(folder, config) as checkpoint:
             id_map = load_id_map(folder, config.text_config)
             weights = load_weights(checkpoint, config.text_config, id_map, engram, advance)
-        return cls(config, weights, **options)  # type: ignore[arg-type]
+        return cls(config, weights, home=home, **options)  # type: ignore[arg-type]
 
     def open(self) -> SequenceHandle:
         """A new, empty sequence."""
@@ -216,7 +243,7 @@ class Model:
 
     def snapshot(self, handle: SequenceHandle) -> Snapshot:
         """Everything that appending more rows would overwrite."""
-        rings = tuple(stage.sequences[handle.number].clone_rings() for stage in self.stages)
+        rings = tuple(stage.snapshot(handle.number) for stage in self.stages)
         return Snapshot(handle.number, handle.ids[:], rings)
 
     def restore(self, handle: SequenceHandle, snapshot: Snapshot) -> None:
@@ -224,11 +251,9 @@ class Model:
         length = len(snapshot.ids)
         if snapshot.number != handle.number or handle.ids[:length] != snapshot.ids:
             raise ValueError(f"sequence {handle.number} does not continue the snapshot's {length} ids")
-        for stage, (windows, pairs) in zip(self.stages, snapshot.rings, strict=True):
+        for stage, rings in zip(self.stages, snapshot.rings, strict=True):
             stage.truncate(handle.number, length)
-            state = stage.sequences[handle.number]
-            state.windows = {layer: ring.clone() for layer, ring in windows.items()}
-            state.pairs = {layer: ring.clone() for layer, ring in pairs.items()}
+            stage.restore(handle.number, rings)
         self.pages.give_back(handle.page_table, length)
         del handle.ids[length:]
 
@@ -260,15 +285,39 @@ class Model:
 
     def _run(self, spans: Sequence[RowSpan], record: Recorder) -> Logits:
         ids = {number: handle.ids for number, handle in self.sequences.items()}
-        text, weights = self.config.text_config, self.weights
-        with torch.inference_mode():
-            rows = embed_rows(text, weights.embed_bf16, tuple(spans), ids)
+        text, weights = self.config.text_config, self.placed
+
+        def fetched(layer: int, field: str, value: Tensor) -> None:
+            record(layer, field, scratch.fetch(value))
+
+        watched = ignore if record is ignore else fetched
+        with torch.inference_mode(), self.at_the_ends():
+            rows = embed_rows(text, weights.embed_bf16, tuple(spans), ids, self.engram_rows(spans, ids))
             try:
                 for stage in self.stages:
                     if rows.is_spent:
                         break
-                    sent, rows = rows, stage.run(rows, record=record)
+                    sent, rows = rows, stage.run(rows, record=watched)
                     sent.release()
-                return final_logits(text, weights.norm_bf16, weights.head_bf16, rows, record)
+                logits = final_logits(text, weights.norm_bf16, weights.head_bf16, rows, watched)
+                return replace(
+                    logits, logits_f32=scratch.fetch(logits.logits_f32), finite_u8=scratch.fetch(logits.finite_u8)
+                )
             finally:
                 rows.release()
+
+    @contextmanager
+    def at_the_ends(self) -> Iterator[None]:
+        """Meanwhile this thread's memory is that of rows which are in no stage."""
+        if self._ends is None:
+            yield
+        else:
+            with scratch.use(self._ends), self._ends.scope():
+                yield
+
+    def engram_rows(self, spans: Sequence[RowSpan], ids: Mapping[int, Sequence[int]]) -> GatheredLate | None:
+        """Table rows for embed_rows of these; None where the layers gather their own."""
+        tables = {layer: w.engram.table for layer, w in self.weights.layers.items() if w.engram}
+        if not (tables and self.home.gathers_on_host):
+            return None
+        return GatheredLate(tables, lookback_rows(self.config.text_config, spans, ids))

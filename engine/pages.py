@@ -5,15 +5,17 @@ A page id stands for the same positions on every device, so one page table serve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.pages import row_slots
+from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, index_prepare
+from rocline.hip_kernels.rows import put_rows
 
 PAGE_POSITIONS = 2048  # no candidate block and no token pair straddles a page
 
@@ -59,12 +61,20 @@ class Pages:
 class PagePlanes:
     """One device's memory behind the page ids: compressed rows and index keys of the sources that it reads or makes.
 
-    rows_u8, keys_u8  per source: [n_pages, page_positions / ratio, row bytes]. Host memory is committed when a
-                      page is first written.
+    rows_u8, keys_u8  per source: [n_pages, page_positions / ratio, row bytes]
+    prepared_u8       index keys as kernels score them, per source of `prepared`: [n_pages, rows of a page / 16, 2112]
+    zeros             makes zeroed bytes of a shape; host memory is committed when a page is first written
     """
 
     def __init__(
-        self, config: TextConfig, sources: Collection[int], n_pages: int, page_positions: int = PAGE_POSITIONS
+        self,
+        config: TextConfig,
+        sources: Collection[int],
+        n_pages: int,
+        page_positions: int = PAGE_POSITIONS,
+        *,
+        prepared: Collection[int] = (),
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
         if page_positions % 2 or page_positions % config.candidate_block_size:
             raise ValueError(
@@ -75,22 +85,37 @@ class PagePlanes:
         self.key_format = RowFormat("index_key", config.index_head_dim)
         rows_per_page = {source: page_positions // config.compress_ratios[source] for source in sources}
 
-        def planes(row_bytes: int) -> Mapping[int, Tensor]:
-            return {
-                # numpy's zeros are the kernel's, untouched; torch.zeros writes them.
-                source: torch.from_numpy(np.zeros((n_pages, n_rows, row_bytes), dtype=np.uint8))
-                for source, n_rows in rows_per_page.items()
-            }
+        def planes(row_bytes: int, sources: Iterable[int], rows_a_slot: int = 1) -> Mapping[int, Tensor]:
+            shapes = {source: (n_pages, rows_per_page[source] // rows_a_slot, row_bytes) for source in sources}
+            return {source: (zeros or _untouched)(shape, torch.uint8) for source, shape in shapes.items()}
 
-        self.rows_u8 = planes(self.row_format.row_bytes)
-        self.keys_u8 = planes(self.key_format.row_bytes)
+        self.rows_u8 = planes(self.row_format.row_bytes, rows_per_page)
+        self.keys_u8 = planes(self.key_format.row_bytes, rows_per_page)
+        self.prepared_u8 = planes(TILE_BYTES, sorted({*sources} & {*prepared}), VECTORS)
 
     def write(self, source: int, table_i32: Tensor, first: int, rows_u8: Tensor, keys_u8: Tensor) -> None:
-        """Store rows first .. first + J - 1 of a source: rows_u8 and keys_u8 [J, bytes], table_i32 the page table."""
+        """Store rows first .. first + J - 1 of a source: rows_u8 and keys_u8 [J, bytes], table_i32 the page table.
+
+        table_i32 is on the host, the rows in this thread's memory.
+        """
         n_new = len(rows_u8)
         if n_new == 0:
             return
-        index = torch.arange(first, first + n_new, dtype=torch.int32)
-        slots = row_slots(index, table_i32, self.rows_u8[source].shape[1])
-        self.rows_u8[source].flatten(0, 1)[slots] = rows_u8
-        self.keys_u8[source].flatten(0, 1)[slots] = keys_u8
+        index_i32 = scratch.upload(torch.arange(first, first + n_new, dtype=torch.int32))
+        sequence_i32, table_i32 = scratch.upload(torch.zeros(n_new, dtype=torch.int32)), scratch.upload(table_i32)
+        for new_u8, plane_u8 in ((rows_u8, self.rows_u8[source]), (keys_u8, self.keys_u8[source])):
+            put_rows(new_u8, index_i32, sequence_i32, table_i32[None], plane_u8)
+        if (tiles_u8 := self.prepared_u8.get(source)) is not None:
+            rows_per_page = self.rows_u8[source].shape[1]
+            index_prepare(keys_u8[:, None], tiles_u8.flatten(0, 1)[:, None], table_i32, first, rows_per_page)
+
+
+def scored_sources(config: TextConfig, layers: Iterable[int]) -> set[int]:
+    """Sources whose keys these layers score."""
+    roles = [config.layers[layer] for layer in layers]
+    return {role.kv_source for role in roles if role.has_indexer and role.kv_source is not None}
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that the kernel gives, not written; torch.zeros writes them."""
+    return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(dtype)

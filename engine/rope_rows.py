@@ -41,7 +41,7 @@ class RopeTables:
         )
 
     def rows(self, positions_i32: Tensor, ratio: int) -> RopeRows:
-        """Rows for positions_i32 [R] in a layer of the given compression ratio."""
+        """Rows for positions_i32 [R], on the host, in a layer of the given compression ratio."""
         omega_f32 = self.compressed_f32 if ratio else self.plain_f32
         shape = len(positions_i32), len(omega_f32)
         out = RopeRows(scratch.f32(*shape), scratch.f32(*shape))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from types import TracebackType
 
@@ -22,6 +22,9 @@ from rocline.arena.room import Room
 from rocline.arena.scope import leaked_since
 from rocline.arena.spans import ArenaFull, Span, TakenIn
 from rocline.engine.rehearsal import Key, Request, Run, Script, n_bytes_of
+from rocline.hip_kernels.device_ops import upload as upload_to_device
+from rocline.hip_kernels.dispatch import Place
+from rocline.hip_kernels.staging import fetch as fetch_from_device
 
 POISON_BYTE = 0xFF  # NaN in every float and scale format; no valid index or code count
 # A chunk asks for the same tensors as the one before, mostly at the same places: looking one up takes a tenth of
@@ -173,6 +176,7 @@ class StageMemory:
                        stream, or a reader of statistics, asks for it. None on the host
     poison             fill tensors with POISON_BYTE when they are lent and given back, so that reading what was
                        not written, or is no longer there, shows (tests)
+    place              the device that the slab is of, made current where this memory is used; None on the host
     """
 
     def __init__(
@@ -183,7 +187,9 @@ class StageMemory:
         record_completion: RecordCompletion | None = None,
         name: str = "arena",
         poison: bool = False,
+        place: Place | None = None,
     ) -> None:
+        self.place = place
         self.arena = Arena(arena_bytes, record_completion and LatestWork(record_completion), name=name)
         self.arena.device_allocs = 1
         if slab_u8 is None:
@@ -280,10 +286,11 @@ _thread = _Thread()
 
 @contextmanager
 def use(memory: StageMemory) -> Iterator[None]:
-    """Lend this thread's tensors from `memory`."""
+    """Lend this thread's tensors from `memory`, and run its operators on the device that this is of."""
     before, _thread.memory = _thread.memory, memory
     try:
-        yield
+        with memory.place.work(lend) if memory.place else nullcontext():
+            yield
     finally:
         _thread.memory = before
 
@@ -310,6 +317,26 @@ def _lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             room.at += 1
             return tensor
     return memory.frames[-1].request(shape, key)
+
+
+def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape and dtype, not initialised."""
+    return _lend(shape, dtype)
+
+
+def upload(tensor: Tensor) -> Tensor:
+    """A host tensor where this thread's operators read it: itself on the host, else lent, and on its way there."""
+    return upload_to_device(tensor) if _on_device() else tensor
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """What an operator wrote, for the host: itself there, else a copy. **Waits for the device.**"""
+    return fetch_from_device(tensor) if _on_device() else tensor
+
+
+def _on_device() -> bool:
+    memory = _thread.memory
+    return memory is not None and memory.place is not None
 
 
 def bf16(*shape: int) -> Tensor:

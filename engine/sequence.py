@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from rocline.engine import scratch
+from rocline.hip_kernels.rows import gather_rows, put_rows
 
 # Rows that can be taken back without running anything again: a verify step has at most this many.
 # Rings hold that many slots more than they are read, so a rejected row never overwrites a needed one.
 REWIND_ROWS = 8
 
+RingData = Callable[[tuple[int, ...], torch.dtype], Tensor]  # makes zeroed data of a shape
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
 
 class Ring:
     """The last rows of a stream of equally shaped rows, by position: slot = position mod n_slots.
 
-    Valid positions are [first, end); `reads` of them may be asked for at a time.
+    Valid positions are [first, end). They lie in `data` [n_slots, ...]; ring_slots(n) of them let n be read at a time.
     """
 
-    def __init__(self, reads: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.data = torch.zeros((reads + REWIND_ROWS, *row_shape), dtype=dtype)
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
         self.first = self.end = 0
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop), a copy. Raises RuntimeError when they are not held: reading on would be silent noise."""
+    def read(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Rows [start, stop) in `out`, or in this thread's memory. Raises RuntimeError when they are not held: reading
+        on would be silent noise."""
         if start != stop and not self.first <= start < stop <= self.end:
             raise RuntimeError(f"ring holds positions {self.first}..{self.end}, asked for {start}..{stop}")
-        return self.data[torch.arange(start, stop) % len(self.data)]
+        out = scratch.like(self.data, stop - start) if out is None else out
+        if start != stop:
+            gather_rows(self.data, scratch.upload(torch.arange(start, stop) % len(self.data)), out)
+        return out
 
     def append(self, position: int, rows: Tensor) -> None:
         """Add rows from `position` on; a gap before it empties the ring first."""
@@ -34,7 +49,12 @@ class Ring:
             self.first = position
         self.end = position + len(rows)
         kept = rows[-len(self.data) :]
-        self.data[torch.arange(self.end - len(kept), self.end) % len(self.data)] = kept
+        if not kept.is_contiguous():
+            kept = scratch.like(kept, len(kept)).copy_(kept)
+        slots_i32 = torch.arange(self.end - len(kept), self.end, dtype=torch.int32) % len(self.data)
+        ring_i32 = torch.zeros(len(kept) + 1, dtype=torch.int32)
+        slots_i32, ring_i32 = scratch.upload(slots_i32), scratch.upload(ring_i32)
+        put_rows(_bytes(kept), slots_i32, ring_i32[1:], ring_i32[:1, None], _bytes(self.data)[None])
         self.first = max(self.first, self.end - len(self.data))
 
     def truncate(self, length: int) -> None:
@@ -42,9 +62,58 @@ class Ring:
         self.first = min(self.first, self.end)
 
     def clone(self) -> Ring:
-        twin = object.__new__(Ring)
-        twin.data, twin.first, twin.end = self.data.clone(), self.first, self.end
+        """The same rows in host memory of their own. Waits for the device."""
+        twin = Ring(torch.empty_like(self.data, device="cpu").copy_(self.data))
+        twin.first, twin.end = self.first, self.end
         return twin
+
+    def restore(self, saved: Ring) -> None:
+        """Hold what a clone holds. Waits for the device."""
+        self.data.copy_(saved.data)
+        self.first, self.end = saved.first, saved.end
+
+
+def ring_slots(reads: int) -> int:
+    """Slots of a ring that `reads` rows may be asked of at a time."""
+    return reads + REWIND_ROWS
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """rows [n, ...] as uint8 [n, B]."""
+    return rows.flatten().view(torch.uint8).view(len(rows), -1)
+
+
+class RingRoom:
+    """Where the rings of a kind lie, one a sequence.
+
+    n_at_once  sequences that there is room for at once; None: as many as come, each in memory of its own
+    """
+
+    def __init__(
+        self,
+        data_of: RingData,
+        ring_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        n_at_once: int | None,
+    ) -> None:
+        self._new = partial(data_of, ring_shape, dtype)
+        self._all = None if n_at_once is None else data_of((n_at_once, *ring_shape), dtype)
+        self._free = None if self._all is None else list(self._all.unbind())
+
+    def take(self) -> Tensor:
+        """Room for one sequence's ring. Raises RuntimeError when all is taken."""
+        if self._free is None:
+            return self._new()
+        if not self._free:
+            raise RuntimeError("no room for the rings of one more sequence; close one, or load with more at once")
+        return self._free.pop()
+
+    def give_back(self, data: Tensor) -> None:
+        if self._free is not None:
+            self._free.append(data)
+
+
+Rings = tuple[dict[int, Ring], dict[int, Ring]]  # of windows and of pairs, by layer
 
 
 @dataclass
@@ -68,9 +137,14 @@ class SequenceState:
         for ring in (*self.windows.values(), *self.pairs.values()):
             ring.truncate(length)
 
-    def clone_rings(self) -> tuple[dict[int, Ring], dict[int, Ring]]:
+    def clone_rings(self) -> Rings:
         """Deep copies; compressed rows need none, they are addressed by position and only appended."""
         return (
             {layer: ring.clone() for layer, ring in self.windows.items()},
             {layer: ring.clone() for layer, ring in self.pairs.items()},
         )
+
+    def restore_rings(self, saved: Rings) -> None:
+        for rings, of_kind in zip((self.windows, self.pairs), saved, strict=True):
+            for layer, ring in rings.items():
+                ring.restore(of_kind[layer])

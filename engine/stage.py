@@ -10,16 +10,17 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FreshRows, HandOff, RowKind, gathered
+from rocline.engine.handoff import FreshRows, HandOff, RowKind, gathered, positions_of
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.pages import PagePlanes
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.rope_rows import RopeRows, RopeTables
 from rocline.engine.routes import Route, StageLayers
 from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import Ring, SequenceState
+from rocline.engine.sequence import Ring, RingData, RingRoom, Rings, SequenceState, host_zeros, ring_slots
 from rocline.engine.weights import LayerWeights
 from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.kernel import layer_kind
 
 
 class Stage:
@@ -32,6 +33,7 @@ class Stage:
     routes           of each visit, from routes.routes
     shared_key_slot  reproduce the reference's decode defect (backbone.md section 7): index sources score
                      whatever keys were written last. Only for comparing with its recorded data.
+    ring_data        makes the zeroed tensors of the rings, as in RingRoom, where sequences_at_once is explained too
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Stage:
         memory: StageMemory,
         routes: Sequence[Route],
         shared_key_slot: bool = False,
+        ring_data: RingData = host_zeros,
+        sequences_at_once: int | None = None,
     ) -> None:
         self.config = config.text_config
         for visit in visits:
@@ -59,29 +63,49 @@ class Stage:
         self._tables = RopeTables(self.config)
         self._shared_key_slot = shared_key_slot
         self._last_keys: int | None = None
+        self._windows, self._pairs = self._ring_rooms(ring_data, sequences_at_once)
+
+    def _ring_rooms(
+        self, ring_data: RingData, sequences_at_once: int | None
+    ) -> tuple[dict[int, RingRoom], dict[int, RingRoom]]:
+        """Room for the window rings of each layer and the pair rings of each ratio-2 source."""
+        config = self.config
+        layers = [layer for visit in self.visits for layer in visit.layers]
+        sides = [side for visit in self.visits for side in visit.kv_sides if config.layers[side].ratio == 2]
+        window = ring_slots(config.sliding_window), RowFormat("window", config.head_dim).row_bytes
+        pair = ring_slots(1), 2, config.head_dim
+        return (
+            {layer: RingRoom(ring_data, window, torch.uint8, sequences_at_once) for layer in layers},
+            {side: RingRoom(ring_data, pair, torch.float32, sequences_at_once) for side in sides},
+        )
 
     def open(self, sequence: int, page_table: list[int]) -> None:
-        """Begin a sequence with nothing in it. The owner of its page table keeps that long enough for all rows."""
-        config = self.config
-        row_bytes = RowFormat("window", config.head_dim).row_bytes
+        """Begin a sequence with nothing in it. The owner of its page table keeps that long enough for all rows.
+
+        Raises RuntimeError where sequences_at_once are open.
+        """
         self.sequences[sequence] = SequenceState(
-            windows={
-                layer: Ring(config.sliding_window, (row_bytes,), torch.uint8)
-                for visit in self.visits
-                for layer in visit.layers
-            },
-            pairs={
-                source: Ring(1, (2, config.head_dim), torch.float32)
-                for visit in self.visits
-                for source in visit.kv_sides
-                if config.layers[source].ratio == 2
-            },
+            windows={layer: Ring(room.take()) for layer, room in self._windows.items()},
+            pairs={side: Ring(room.take()) for side, room in self._pairs.items()},
             page_table=page_table,
         )
 
     def close(self, sequence: int) -> None:
         """Forget a sequence. Its pages are their owner's to give back."""
-        del self.sequences[sequence]
+        state = self.sequences.pop(sequence)
+        for rooms, rings in ((self._windows, state.windows), (self._pairs, state.pairs)):
+            for layer, ring in rings.items():
+                rooms[layer].give_back(ring.data)
+
+    def snapshot(self, sequence: int) -> Rings:
+        """The rings as they are, in host memory. Waits for the device."""
+        with scratch.use(self.memory):
+            return self.sequences[sequence].clone_rings()
+
+    def restore(self, sequence: int, rings: Rings) -> None:
+        """The rings as they were. Waits for the device."""
+        with scratch.use(self.memory):
+            self.sequences[sequence].restore_rings(rings)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Drop rows from `length` on. Exact within the last REWIND_ROWS rows; farther back rings come up empty."""
@@ -135,7 +159,7 @@ class Stage:
 
     def _step(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
         """One layer; of its temporaries only the new hand-off stays, and of the old one what that still refers to."""
-        with self.memory.scope():
+        with self.memory.scope(), layer_kind(self.config.layers[layer].kind):
             new = self._run_layer(work, layer, rows, record)
             before = {tensor.data_ptr() for tensor in rows.tensors()}
             self.memory.keep(tensor for tensor in new.tensors() if tensor.data_ptr() not in before)
@@ -159,11 +183,12 @@ class Stage:
             return rows
         record(layer, "x_in", rows.streams_bf16)
         record(layer, "pre_in", rows.pre_f32)
-        rows, mixed = self._attention(role, weights, rows, record)
+        rows, out_bf16, mixed = self._attention(role, weights, rows, record)
         if not rows.n_rows:
             return rows
-        u_bf16 = streams.collapse_norm(config, weights.ffn_norm_bf16, rows.streams_bf16, mixed.pre_f32)
-        mixed = streams.mix(config, weights.hc_ffn, rows.streams_bf16)
+        u_bf16, mixed = streams.merge_enter(
+            config, out_bf16, mixed, weights.ffn_norm_bf16, weights.hc_ffn, rows.streams_bf16
+        )
         out_bf16 = experts.mixture(config, weights.experts, layer, u_bf16, record)
         streams.merge(out_bf16, rows.streams_bf16, mixed)
         record(layer, "u_ffn", u_bf16)
@@ -189,7 +214,7 @@ class Stage:
         config = self.config
         u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
         if role.ratio == 2:
-            planes_f32 = compressor.pair_rows(weights.compressor, u_bf16)
+            planes_f32 = compressor.pair_rows(config, weights.compressor, u_bf16)
         else:
             latents_bf16 = compressor.single_latent(config, weights.compressor, u_bf16)
         fresh = []
@@ -208,18 +233,23 @@ class Stage:
 
     def _attention(
         self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder
-    ) -> tuple[HandOff, streams.Coefficients]:
-        """The attention sublayer on the rows that the next layer needs, merged in place; window rows of all present."""
+    ) -> tuple[HandOff, Tensor, streams.Coefficients]:
+        """The rows that the next layer needs, the attention sublayer's output for them, and its coefficients.
+
+        Window rows are made of all rows present.
+        """
         config, layer, w = self.config, role.layer, weights.attention
-        turn = self._tables.rows(rows.positions_i32, role.ratio)
-        u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
+        turn = self._tables.rows(positions_of(rows.spans), role.ratio)
+        u_bf16, mixed = streams.enter(config, weights.attn_norm_bf16, weights.hc_attn, rows.streams_bf16, rows.pre_f32)
         fresh_u8 = attention.window_rows(config, w, u_bf16, turn)
         record(layer, "u_attn", u_bf16)
         record(layer, "window_kv", fresh_u8)
         floors = [span.reach.enters(layer + 1) for span in rows.spans]
         places, kept = rows.slices(), rows.tail_index(floors)
         if kept is not None:
+            kept = scratch.upload(kept)
             rows, u_bf16, turn = rows.from_floors(floors), gathered(u_bf16, kept), turn.pick(kept)
+            mixed = streams.Coefficients(*(gathered(values, kept) for values in mixed))
         qr_bf16 = attention.low_rank_query(config, w, u_bf16)
         q_bf16 = attention.rotated_query(config, w, qr_bf16, turn)
         if role.has_indexer:
@@ -240,11 +270,9 @@ class Stage:
                 rows.selected_i32[tail] if role.ratio and rows.selected_i32 is not None else None,
             )
         out_bf16 = attention.project_out(config, w, layer, q_bf16, turn, record)
-        mixed = streams.mix(config, weights.hc_attn, rows.streams_bf16)
         record(layer, "attn_out", out_bf16)
         _record_mix(record, layer, "hc_attn", mixed)
-        streams.merge(out_bf16, rows.streams_bf16, mixed)
-        return rows, mixed
+        return rows, out_bf16, mixed
 
     def _select(
         self,
@@ -266,7 +294,11 @@ class Stage:
         blocks_i32 = rows.blocks_i32
         if role.writes_candidates:
             blocks_i32 = scratch.i32(rows.n_rows, config.candidate_topk_blocks)
-        for span, place in rows.slices():
+        if (prepared_u8 := self.planes.prepared_u8.get(role.kv_source)) is not None:
+            tables = [self.sequences[span.sequence].table_i32 for span in rows.spans]
+            given = rows.spans, q_rows_u8, weights_bf16, selected_i32, blocks_i32
+            indexer.select_prepared(config, role, prepared_u8, tables, *given)
+        for span, place in rows.slices() if prepared_u8 is None else ():
             keys = role.kv_source
             if self._shared_key_slot and span.kind is RowKind.DECODE and self._last_keys is not None:
                 keys = self._last_keys

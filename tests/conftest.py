@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A fresh random stream a run; --seed repeats it, whichever tests run beside it and in what order."""
     name = hashlib.sha256(request.node.nodeid.encode()).digest()
     return np.random.default_rng([request.config.option.seed, int.from_bytes(name[:8])])
+
+
+@pytest.fixture(scope="session")
+def hip_device(request: pytest.FixtureRequest) -> str:
+    """HIP, started in this process: the double that --hip names, or the installed one. Returns --hip's word."""
+    from hip_start import start
+
+    kind: str = request.config.option.hip
+    if kind != "rocm" and not shutil.which("g++"):
+        pytest.skip("HIP double: needs g++")
+    start(kind, request.config.cache.mkdir("hip-doubles"))  # type: ignore[arg-type]
+    return kind
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,9 @@ from tokenizers import Tokenizer
 from rocline.engine.checkpoint import CheckpointError
 from rocline.engine.config import ConfigError
 from rocline.engine.engram import compressed_id_map
+from rocline.engine.home import DeviceKind
 from rocline.engine.model import Model
+from rocline.tools.device import DEVICE_ERRORS, add_device_options
 from rocline.tools.golden_decode import check_decode
 from rocline.tools.golden_limits import MODEL_LIMITS
 from rocline.tools.golden_model import check_long, check_prefill
@@ -50,14 +52,8 @@ def add_parser(subparsers: Any) -> None:
         "conform", description="Check this build against golden data; exit status 1 if an item failed."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the golden data, or the folder of one model in it")
-    parser.add_argument("--device", type=_device, default="cpu", help="where the layers run (default %(default)s)")
+    add_device_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout, instead of the table")
-
-
-def _device(name: str) -> str:
-    if name != "cpu":
-        raise argparse.ArgumentTypeError(f"{name!r} is not in this build, it has cpu")
-    return name
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,16 +64,23 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(finding.row()) if args.json else _line(finding), flush=True)
 
     try:
-        conform(args.folder, tell)
-    except (GoldenError, ConfigError, CheckpointError, SafetensorError, OSError) as error:
+        conform(args.folder, tell, args.device, args.reference_op)
+    except (GoldenError, ConfigError, CheckpointError, SafetensorError, OSError, *DEVICE_ERRORS) as error:
         print(f"conform: {error}", file=sys.stderr)
         return 2
     print("conform: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), file=sys.stderr)
     return 1 if counts["failed"] else 0
 
 
-def conform(folder: Path, tell: Callable[[Finding], None]) -> None:
+def conform(
+    folder: Path,
+    tell: Callable[[Finding], None],
+    device: DeviceKind = "cpu",
+    reference_ops: Collection[str] = (),
+) -> None:
     """Check a golden folder: its operator tables and every model in it, or the one model that it is.
+
+    The tables are of the torch references and checked on the CPU alone. device, reference_ops: as in Model.load.
 
     Raises GoldenError where there is nothing to check or a listed file is missing, and what the
     checkpoint raises.
@@ -87,23 +90,32 @@ def conform(folder: Path, tell: Callable[[Finding], None]) -> None:
     if reason := _not_read(folder):
         raise GoldenError(f"{folder}: not read, {reason}")
     if (folder / "manifest.json").is_file():
-        check_model(folder, tell)
+        check_model(folder, tell, PARTS, device, reference_ops)
         return
     models = sorted(path.parent for path in folder.glob("*/model") if path.is_dir())
     others = sorted(path.parent for name in NOT_READ for path in folder.glob(f"*/{name}"))
     if not (folder / OPS_FILE).is_file() and all(_not_read(path) for path in models):
         raise GoldenError(f"{folder}: no golden data; looked for {OPS_FILE} and <model>/manifest.json")
     if (folder / OPS_FILE).is_file():
-        _say("operator tables")
-        check_ops(folder / OPS_FILE, Findings("ops", tell))
+        if device == "cpu":
+            _say("operator tables")
+            check_ops(folder / OPS_FILE, Findings("ops", tell))
+        else:
+            Findings("ops", tell).not_read("all", "tables of the torch references: checked with --device cpu")
     for path in sorted({*models, *others}):
         if reason := _not_read(path):
             Findings(path.name, tell).not_read("all", reason)
         else:
-            check_model(path, tell)
+            check_model(path, tell, PARTS, device, reference_ops)
 
 
-def check_model(folder: Path, tell: Callable[[Finding], None], parts: Collection[str] = PARTS) -> None:
+def check_model(
+    folder: Path,
+    tell: Callable[[Finding], None],
+    parts: Collection[str] = PARTS,
+    device: DeviceKind = "cpu",
+    reference_ops: Collection[str] = (),
+) -> None:
     """Check one model's folder; `parts` leaves files out, and the n-gram maps are always checked."""
     manifest = _manifest(folder)
     name = manifest["config"]
@@ -111,8 +123,10 @@ def check_model(folder: Path, tell: Callable[[Finding], None], parts: Collection
         raise GoldenError(
             f"{folder}: no limits are known for configuration {name!r}, only for {', '.join(MODEL_LIMITS)}"
         )
-    limits, find = MODEL_LIMITS[name], Findings(name, tell)
-    model = Model.load(folder / "model", kv_tokens=KV_TOKENS, page_positions=PAGE_POSITIONS)
+    limits, find = MODEL_LIMITS[name], Findings(name, tell, on_host=device == "cpu")
+    options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "page_positions": PAGE_POSITIONS}
+    model = Model.load(folder / "model", device=device, reference_ops=reference_ops, **options)
+    _say(f"{name}: {model.home}")
     _check_maps(model, folder, find)
     for part in PARTS:
         if part not in parts or f"{part}.safetensors" not in manifest["files"]:
@@ -126,8 +140,7 @@ def check_model(folder: Path, tell: Callable[[Finding], None], parts: Collection
         elif part == "long":
             check_long(model, tensors, limits, find)
         else:
-            options: dict[str, Any] = {"kv_tokens": KV_TOKENS, "page_positions": PAGE_POSITIONS}
-            slot_model = Model(model.config, model.weights, shared_key_slot=True, **options)
+            slot_model = Model(model.config, model.weights, shared_key_slot=True, home=model.home, **options)
             check_decode(model, slot_model, tensors, limits, find)
 
 

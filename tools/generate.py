@@ -1,4 +1,4 @@
-"""`rocline generate`: continue a prompt on the CPU. Text streams to stdout, progress and figures go to stderr."""
+"""`rocline generate`: continue a prompt. Text streams to stdout, progress and figures go to stderr."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rocline.engine.sampling import SamplingError, SamplingParams
 from rocline.engine.shards import CheckpointError
 from rocline.engine.text import Detokenizer, TextTokenizer, TokenizerError
 from rocline.engine.weights import NOT_LOADED, EngramHome
+from rocline.tools.device import DEVICE_ERRORS, add_device_options
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 # What a terminal would obey is shown as a picture of itself: output is data, and may be anything.
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="of the noise; one is drawn, and printed, if absent")
     group.add_argument("--ignore-eos", action="store_true", help="the end token does not end the output")
     group = parser.add_argument_group("work", "The answer is the same, to the bit, whatever these are.")
-    option("--device", "where the layers run", choices=["cpu"], default="cpu")
+    add_device_options(group)
     option("--prefill", "layers that every prompt row runs", choices=get_args(PrefillMode), default="halo")
     option("--chunk-rows", "prompt rows run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
     option("--engram", "read the Engram tables or map their file", choices=get_args(EngramHome), default="ram")
@@ -73,8 +74,17 @@ def run(args: argparse.Namespace) -> int:
         check_prompt(config.text_config, prompt_ids)
         n_positions = min(len(prompt_ids) + params.max_tokens, config.text_config.max_position_embeddings)
         with ByteProgress("weights", bytes_to_read(config, args.engram)) as loading:
-            model = Model.load(args.model, engram=args.engram, advance=loading.advance, kv_tokens=n_positions)
-    except (SamplingError, ConfigError, TokenizerError, PromptError, CheckpointError) as error:
+            model = Model.load(
+                args.model,
+                engram=args.engram,
+                advance=loading.advance,
+                device=args.device,
+                reference_ops=args.reference_op,
+                kv_tokens=n_positions,
+            )
+        if args.device != "cpu":
+            print(f"generate: {model.home}", file=sys.stderr)
+    except (SamplingError, ConfigError, TokenizerError, PromptError, CheckpointError, *DEVICE_ERRORS) as error:
         print(f"generate: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     try:

@@ -43,11 +43,12 @@ class Finding:
 
 
 class Findings:
-    """The findings about one folder, told to `tell` as they come."""
+    """The findings about one folder, told to `tell` as they come. on_host: of results that this CPU computed."""
 
-    def __init__(self, folder: str, tell: Callable[[Finding], None]) -> None:
+    def __init__(self, folder: str, tell: Callable[[Finding], None], on_host: bool = True) -> None:
         self.folder = folder
         self._tell = tell
+        self._is_sharp = on_host and adds_like_the_data()
 
     def at_most(
         self, item: str, measure: str, worst: float, limit: float, exact: bool, where: str = "", note: str = ""
@@ -65,7 +66,7 @@ class Findings:
 
     def on_cpu(self, item: str, measure: str, worst: float, limit: float, where: str = "") -> None:
         """A sharper limit, for a CPU whose library sums are those of the data; on another only the figure."""
-        if adds_like_the_data():
+        if self._is_sharp:
             self.at_most(f"cpu: {item}", measure, worst, limit, worst == 0, where)
         else:
             note = f"limit {limit:.2g} on a CPU with {CPU_OF_THE_DATA}, as the data was made on"

@@ -16,11 +16,9 @@ from rocline.engine.config import LayerRole, TextConfig
 from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, reach_for
 from rocline.engine.layers import attention, compressor, experts, indexer
 from rocline.engine.layers.head import embed_rows, final_logits
-from rocline.engine.model import ARENA_BYTES, Model
-from rocline.engine.pages import PagePlanes
+from rocline.engine.model import Model
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import Route, StageLayers
-from rocline.engine.scratch import StageMemory
 from rocline.engine.stage import Stage
 from rocline.hip_kernels import index_score, selection
 from rocline.hip_kernels.formats import RowFormat
@@ -28,6 +26,7 @@ from rocline.tools.golden_ops import block_mask
 from rocline.tools.golden_report import Findings, equal_bits, relative_rms, same_bits
 
 Fields = dict[str, Tensor]
+ARENA_BYTES = 64 << 20  # of one layer, for the few rows of a trace
 
 # Relative RMS that a field may reach in one layer; every other field 1e-3.
 RMS_LIMITS = {
@@ -164,15 +163,16 @@ class Trace:
 
     def hand_off(self, start: HandOff, role: LayerRole) -> HandOff:
         """What enters a layer, all of it recorded. start: the embedded rows, for their ids and positions."""
-        t = self.layer(role.layer)
-        rows = replace(start, streams_bf16=t.get("x_pre_engram", t["x_in"]), pre_f32=t["pre_in"])
+        t, here = self.layer(role.layer), scratch.upload
+        rows = replace(start, streams_bf16=here(t.get("x_pre_engram", t["x_in"])), pre_f32=here(t["pre_in"]))
         if role.index_source is not None and not role.has_indexer:
-            rows = replace(rows, selected_i32=self.layer(role.index_source)["sel"])
+            rows = replace(rows, selected_i32=here(self.layer(role.index_source)["sel"]))
         if role.reads_candidates:
-            rows = replace(rows, blocks_i32=self.blocks())
+            rows = replace(rows, blocks_i32=here(self.blocks()))
         if role.kv_source is not None and not role.owns_rows:
             source = self.layer(role.kv_source)
-            rows_u8, keys_u8 = self.row_format.pack(source["comp_kv"]), self.key_format.pack(source["index_k"])
+            packed = self.row_format.pack(source["comp_kv"]), self.key_format.pack(source["index_k"])
+            rows_u8, keys_u8 = map(here, packed)
             rows = replace(rows, fresh=(FreshRows(role.kv_source, 0, 0, rows_u8, keys_u8),))
         return rows
 
@@ -191,7 +191,7 @@ class Trace:
 def check_trace(model: Model, tensors: Fields, find: Findings) -> None:
     """Compare layer by layer, then operator by operator."""
     trace = Trace(model.config.text_config, tensors)
-    with torch.inference_mode():
+    with torch.inference_mode(), model.at_the_ends():
         _check_layers(model, trace, find)
         _check_operators(model, trace, find)
 
@@ -203,7 +203,8 @@ def _check_layers(model: Model, trace: Trace, find: Findings) -> None:
     config = trace.config
     tallies = Tallies(find, "trace")
     thresholds = torch.ones(0, dtype=torch.bool)
-    start = embed_rows(config, model.weights.embed_bf16, (trace.span,), {0: trace.ids})
+    ids = {0: trace.ids}
+    start = embed_rows(config, model.placed.embed_bf16, (trace.span,), ids, model.engram_rows((trace.span,), ids))
     for role in config.layers:
         got, rows = _run_layer(model, trace, start, role)
         recorded = trace.layer(role.layer)
@@ -225,13 +226,15 @@ def _run_layer(model: Model, trace: Trace, start: HandOff, role: LayerRole) -> t
     work = StageLayers((layer,), frozenset({layer} if role.owns_rows else ()))
     page = -(-trace.n_rows // trace.config.candidate_block_size) * 2 * trace.config.candidate_block_size
     sources = frozenset(() if role.kv_source is None else (role.kv_source,))
-    planes = PagePlanes(trace.config, sources, n_pages=1, page_positions=page)
-    memory = StageMemory(ARENA_BYTES, name=f"arena of layer {layer}")
-    stage = Stage(model.config, [work], model.weights.layers, planes, memory, [Route(sources, frozenset())])
+    planes = model.home.planes(trace.config, sources, 1, page, scored=())  # scores must be seen
+    memory = model.home.memory(ARENA_BYTES, f"arena of layer {layer}")
+    route, rings = Route(sources, frozenset()), model.home.ring_data
+    stage = Stage(model.config, [work], model.placed.layers, planes, memory, [route], False, rings, 1)
     stage.open(0, page_table=[0])
     got: dict[str, Tensor] = {}
 
     def record(layer: int, field: str, value: Tensor) -> None:
+        value = scratch.fetch(value)
         if field == "index_score":  # comes in parts, each as wide as its last row sees
             width = trace.n_rows // role.ratio
             value = torch.nn.functional.pad(value, (0, width - value.shape[1]), value=float("-inf"))
@@ -284,15 +287,17 @@ def _same_thresholds(trace: Trace, role: LayerRole, scores_bf16: Tensor, want: F
 def _compare_head(model: Model, trace: Trace, last: HandOff, tallies: Tallies) -> None:
     """final_h and logits from the last layer's recorded output."""
     n_layers = trace.config.num_hidden_layers
-    recorded = trace.layer(n_layers - 1)
-    rows = replace(last, streams_bf16=recorded["x_out"], pre_f32=recorded["hc_ffn.pre"])
+    recorded, weights = trace.layer(n_layers - 1), model.placed
+    streams_bf16, pre_f32 = scratch.upload(recorded["x_out"]), scratch.upload(recorded["hc_ffn.pre"])
+    rows = replace(last, streams_bf16=streams_bf16, pre_f32=pre_f32)
     got: Fields = {}
-    weights = model.weights
-    logits = final_logits(
-        trace.config, weights.norm_bf16, weights.head_bf16, rows, lambda layer, name, value: got.update({name: value})
-    )
+
+    def record(layer: int, field: str, value: Tensor) -> None:
+        got[field] = scratch.fetch(value)
+
+    logits = final_logits(trace.config, weights.norm_bf16, weights.head_bf16, rows, record)
     tallies.of("final_h").values(n_layers, got["final_h"], trace.tensors["final_h"])
-    tallies.of("logits").values(n_layers, logits.logits_f32, trace.tensors["logits"])
+    tallies.of("logits").values(n_layers, scratch.fetch(logits.logits_f32), trace.tensors["logits"])
 
 
 # -- operator by operator ----------------------------------------------------------------------------------------
@@ -318,13 +323,14 @@ def _check_operators(model: Model, trace: Trace, find: Findings) -> None:
 
 def _row_operators(model: Model, trace: Trace, role: LayerRole, tables: RopeTables, want: Fields) -> Fields:
     """Projections, rows and experts of one layer, each from its own recorded input."""
-    config, weights = trace.config, model.weights.layers[role.layer]
+    config, weights = trace.config, model.placed.layers[role.layer]
+    want = {name: scratch.upload(value) for name, value in want.items() if name in ("u_attn", "u_ffn", "qr", "lat")}
     turn = tables.rows(torch.arange(trace.n_rows, dtype=torch.int32), role.ratio)
     out: Fields = {}
 
     def record(layer: int, field: str, value: Tensor) -> None:
         if field not in ("router.s", "lat"):
-            out[field] = value.clone()
+            out[field] = scratch.fetch(value).clone()
 
     record(role.layer, "window_kv", attention.window_rows(config, weights.attention, want["u_attn"], turn))
     record(role.layer, "qr", attention.low_rank_query(config, weights.attention, want["u_attn"]))
@@ -333,25 +339,27 @@ def _row_operators(model: Model, trace: Trace, role: LayerRole, tables: RopeTabl
         record(role.layer, "index_q", indexer.query_rows(config, weights.indexer, want["qr"], turn))
     if weights.compressor is not None:
         compressor.fresh_rows(config, weights.compressor, role, tables, trace.span, want["lat"], record)
-    return {name: trace.as_recorded(name, value, want[name]) for name, value in out.items()}
+    recorded = trace.layer(role.layer)
+    return {name: trace.as_recorded(name, value, recorded[name]) for name, value in out.items()}
 
 
 def _selection_operators(trace: Trace, role: LayerRole, want: Fields) -> Fields:
     """Scores, candidate blocks and lists of an index source, each from its own recorded input."""
     config = trace.config
-    keys_u8 = trace.key_format.pack(trace.tensors[f"L{role.kv_source}.index_k"])
-    visible = trace.visible(role.ratio)
+    keys_u8 = scratch.upload(trace.key_format.pack(trace.tensors[f"L{role.kv_source}.index_k"]))
+    visible = scratch.upload(trace.visible(role.ratio))
     scores_f32 = scratch.f32(trace.n_rows, len(keys_u8))
-    queries_u8, page_table = trace.key_format.pack(want["index_q"]), torch.zeros(1, dtype=torch.int32)
-    index_score.index_score(queries_u8, want["index_w"], keys_u8[None], page_table, visible, scores_f32)
-    out: Fields = {"index_score": scores_f32.bfloat16()}
-    recorded_f32 = want["index_score"].float()
+    queries_u8, weights_bf16 = scratch.upload(trace.key_format.pack(want["index_q"])), scratch.upload(want["index_w"])
+    page_table = scratch.upload(torch.zeros(1, dtype=torch.int32))
+    index_score.index_score(queries_u8, weights_bf16, keys_u8[None], page_table, visible, scores_f32)
+    out: Fields = {"index_score": scratch.fetch(scores_f32).bfloat16()}
+    recorded_f32 = scratch.upload(want["index_score"].float())
     if role.writes_candidates:
         blocks_i32 = scratch.i32(trace.n_rows, config.candidate_topk_blocks)
         selection.candidate_blocks(recorded_f32, visible, config.candidate_block_size, blocks_i32)
-        out["cand_keep"] = block_mask(blocks_i32, want["cand_keep"].shape[1])
-    blocks = trace.blocks() if role.reads_candidates else None
+        out["cand_keep"] = block_mask(scratch.fetch(blocks_i32), want["cand_keep"].shape[1])
+    blocks = scratch.upload(trace.blocks()) if role.reads_candidates else None
     selected_i32 = scratch.i32(trace.n_rows, config.index_topk)
     selection.top_k_list(recorded_f32, visible, blocks, config.candidate_block_size, selected_i32)
-    out["sel"] = selected_i32
+    out["sel"] = scratch.fetch(selected_i32)
     return out

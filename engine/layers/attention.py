@@ -19,6 +19,7 @@ from rocline.hip_kernels.grouped_projection import grouped_projection
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.rmsnorm import rmsnorm
 from rocline.hip_kernels.rope import rope
+from rocline.hip_kernels.rows import copy_rows
 from rocline.hip_kernels.window_row import window_row
 
 
@@ -75,7 +76,7 @@ def attend(
     """Turn the queries of a span's last A rows into head outputs, and move the layer's ring past the span.
 
     fresh_u8 [n_rows, bytes] the span's window rows; q_bf16 [A, H, hd], in place. The source's rows_u8 in pages, the
-    sequence's table_i32 and selected_i32 [A, K] are None at ratio 0.
+    sequence's table_i32, which is on the host, and selected_i32 [A, K] are None at ratio 0.
     """
     if not span.n_rows:
         return
@@ -86,8 +87,8 @@ def attend(
     oldest = max(0, span.end - len(q_bf16) - window + 1)
     base = min(oldest, span.start)
     window_u8 = scratch.like(fresh_u8, span.end - base)
-    window_u8[: span.start - base] = ring.read(base, span.start)
-    window_u8[span.start - base :] = fresh_u8
+    ring.read(base, span.start, out=window_u8[: span.start - base])
+    copy_rows(fresh_u8, window_u8[span.start - base :])
     ring.append(span.start, fresh_u8)
 
     positions = torch.arange(span.end - len(q_bf16), span.end, dtype=torch.int32)
@@ -95,11 +96,11 @@ def attend(
     attention(
         q_bf16,
         window_u8,
-        first - base,
-        positions - first + 1,
+        scratch.upload(first - base),
+        scratch.upload(positions - first + 1),
         window,
         rows_u8,
-        table_i32,
+        None if table_i32 is None else scratch.upload(table_i32),
         selected_i32,
         sink_f32,
         q_bf16,

@@ -31,10 +31,10 @@ class CompressorWeights:
     k_norm_bf16: Tensor
 
 
-def pair_rows(weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
+def pair_rows(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
     """[2, R, hd] FP32: values, then gates, of the tokens u_bf16 [R, D] of a ratio-2 source."""
     assert weights.wgate_bf16 is not None
-    planes_f32 = scratch.f32(2, len(u_bf16), len(weights.wkv_bf16))
+    planes_f32 = scratch.f32(2, len(u_bf16), config.head_dim)
     f32_linear(u_bf16, weights.wkv_bf16, planes_f32[0])
     f32_linear(u_bf16, weights.wgate_bf16, planes_f32[1])
     return planes_f32
@@ -60,7 +60,7 @@ def pooled_latent(
 
 def single_latent(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
     """[R, hd] BF16 latents of a ratio-1 source."""
-    latent_bf16 = scratch.bf16(len(u_bf16), len(weights.wkv_bf16))
+    latent_bf16 = scratch.bf16(len(u_bf16), config.head_dim)
     bf16_linear(u_bf16, weights.wkv_bf16, latent_bf16)
     rmsnorm(latent_bf16, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
     return latent_bf16

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
-from rocline.engine.engram_ahead import Gathered
-from rocline.engine.handoff import HandOff, RowSpan
+from rocline.engine.engram_ahead import EngramRows
+from rocline.engine.handoff import HandOff, RowSpan, positions_of
 from rocline.engine.layers.streams import collapse_norm
 from rocline.engine.record import Recorder, ignore
 from rocline.hip_kernels.embedding import embedding
@@ -43,7 +43,7 @@ def embed_rows(
     table_bf16: Tensor,
     spans: tuple[RowSpan, ...],
     ids: Mapping[int, Sequence[int]],
-    engram: Gathered | None = None,
+    engram: EngramRows | None = None,
 ) -> HandOff:
     """The first hand-off of the spans' rows.
 
@@ -51,16 +51,16 @@ def embed_rows(
     a function. In plain host memory elsewhere; its release does nothing.
 
     ids     each sequence's token ids, at least up to its span's end
-    engram  what EngramAhead.start made of lookback_rows of the same spans
+    engram  table rows of lookback_rows of the same spans, as from EngramAhead.start
     """
     lookback_i32 = lookback_rows(config, spans, ids)
     n_rows, n = len(lookback_i32), config.hc_mult
     streams_bf16 = scratch.bf16(n_rows, n, config.hidden_size)
-    embedding(lookback_i32[:, 0].contiguous(), table_bf16, streams_bf16)
+    embedding(scratch.upload(lookback_i32[:, 0].contiguous()), table_bf16, streams_bf16)
     pre_f32 = torch.zeros((n_rows, n))
     pre_f32[:, 0] = 1.0  # the first sublayer collapses stream 0 alone
-    positions_i32 = torch.cat([torch.arange(span.start, span.end, dtype=torch.int32) for span in spans])
-    return HandOff(spans, positions_i32, lookback_i32, streams_bf16, pre_f32, engram=engram)
+    positions_i32, lookback_i32 = scratch.upload(positions_of(spans)), scratch.upload(lookback_i32)
+    return HandOff(spans, positions_i32, lookback_i32, streams_bf16, scratch.upload(pre_f32), engram=engram)
 
 
 def final_rows(
@@ -81,6 +81,6 @@ def final_logits(
 ) -> Logits:
     """Logits of the rows that were asked for, collapsed by the last layer's coefficients."""
     h_bf16, places = final_rows(config, norm_bf16, rows, record)
-    logits_f32, finite_u8 = scratch.f32(len(places), len(head_bf16)), scratch.u8(len(places))
+    logits_f32, finite_u8 = scratch.f32(len(places), config.vocab_size), scratch.u8(len(places))
     head(h_bf16, head_bf16, logits_f32, finite_u8)
     return Logits(logits_f32, finite_u8, places)

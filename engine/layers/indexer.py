@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
-from rocline.engine.handoff import RowSpan
+from rocline.engine.handoff import RowSpan, positions_of
 from rocline.engine.record import Recorder
 from rocline.engine.rope_rows import RopeRows
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.index_score import index_score
+from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, index_prepare
+from rocline.hip_kernels.index_score import History, Queries, RowTiles, index_score
+from rocline.hip_kernels.index_select import index_select, index_select_among
 from rocline.hip_kernels.index_vectors import index_query, index_weights
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.selection import candidate_blocks, top_k_list
@@ -60,16 +63,16 @@ def select(
 ) -> None:
     """Fill selected_i32 [n_rows, K] for a span's rows; a producer fills blocks_i32 [n_rows, C], a consumer reads it.
 
-    keys_u8 are the source's index keys in pages, table_i32 the sequence's page table.
+    keys_u8 are the source's index keys in pages, table_i32 the sequence's page table, on the host.
     """
-    positions_i32 = torch.arange(span.start, span.end, dtype=torch.int32)
-    visible_i32 = torch.div(positions_i32 + 1, role.ratio, rounding_mode="floor").int()
+    visible_i32 = _visible(role, [span])
+    table_i32 = scratch.upload(table_i32)
     most_scores = min(SCORE_ROWS, span.n_rows) * int(visible_i32[-1]) if span.n_rows else 0
     room_f32 = scratch.f32(most_scores)  # every part's scores lie here in turn
     for start in range(0, span.n_rows, SCORE_ROWS):
         part = slice(start, min(start + SCORE_ROWS, span.n_rows))
-        visible = visible_i32[part]
-        width = int(visible[-1])
+        width = int(visible_i32[part][-1])
+        visible = scratch.upload(visible_i32[part])
         scores_f32 = room_f32[: len(visible) * width].view(len(visible), width)
         index_score(q_rows_u8[part], weights_bf16[part], keys_u8, table_i32, visible, scores_f32)
         blocks = None
@@ -79,3 +82,40 @@ def select(
             blocks = blocks_i32[part]
         top_k_list(scores_f32, visible, blocks, config.candidate_block_size, selected_i32[part])
         record(role.layer, "index_score", scores_f32)
+
+
+def select_prepared(
+    config: TextConfig,
+    role: LayerRole,
+    keys_u8: Tensor,
+    tables_i32: Sequence[Tensor],
+    spans: Sequence[RowSpan],
+    q_rows_u8: Tensor,
+    weights_bf16: Tensor,
+    selected_i32: Tensor,
+    blocks_i32: Tensor | None,
+) -> None:
+    """select for all spans at once, the same lists, from prepared keys: no scores lie in memory.
+
+    keys_u8 [n_pages, rows of a page / 16, 2112]; the spans' tables_i32 are on the host.
+    """
+    n_rows, n_heads, _ = q_rows_u8.shape
+    if not n_rows:
+        return
+    tiles_u8 = scratch.u8(-(-n_rows // VECTORS), n_heads, TILE_BYTES)
+    index_prepare(q_rows_u8, tiles_u8)
+    visible_i32 = _visible(role, spans)
+    row_tiles = RowTiles.of([span.n_rows for span in spans])
+    row_tiles = RowTiles(scratch.upload(row_tiles.tiles_i32), scratch.upload(row_tiles.sequences_i32), row_tiles.first)
+    queries = Queries(tiles_u8, weights_bf16, scratch.upload(visible_i32), row_tiles)
+    tables = torch.nn.utils.rnn.pad_sequence(list(tables_i32), batch_first=True)
+    history = History(keys_u8, scratch.upload(tables), int(visible_i32.max()))
+    if blocks_i32 is not None and role.reads_candidates:
+        index_select_among(queries, history, blocks_i32, selected_i32)
+    else:
+        index_select(queries, history, selected_i32, blocks_i32 if role.writes_candidates else None)
+
+
+def _visible(role: LayerRole, spans: Sequence[RowSpan]) -> Tensor:
+    """[R] int32, on the host: the compressed rows that each row may see."""
+    return torch.div(positions_of(spans) + 1, role.ratio, rounding_mode="floor").int()

@@ -11,11 +11,11 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
-from rocline.engine.engram_ahead import Gathered
+from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.record import Recorder
 from rocline.hip_kernels.engram import engram_decode, engram_gate, engram_gather
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
-from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_merge, mhc_mix
+from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_enter, mhc_merge, mhc_merge_enter
 
 
 class MhcWeights(NamedTuple):
@@ -44,16 +44,44 @@ class EngramWeights:
     table: EngramTable
 
 
-def mix(config: TextConfig, weights: MhcWeights, streams_bf16: Tensor) -> Coefficients:
-    """Coefficients of the sublayer that these streams [R, n, D] enter."""
-    n_rows, n, _ = streams_bf16.shape
+def enter(
+    config: TextConfig, norm_bf16: Tensor, weights: MhcWeights, streams_bf16: Tensor, pre_f32: Tensor
+) -> tuple[Tensor, Coefficients]:
+    """The input [R, D] BF16 of the sublayer that these streams [R, n, D] enter, collapsed by pre_f32 [R, n], and its
+    coefficients."""
+    out_bf16, mixed, numbers = _entered(config, streams_bf16)
+    mhc_enter(streams_bf16, pre_f32, norm_bf16, *weights, *numbers, out_bf16, *mixed)
+    return out_bf16, mixed
+
+
+def merge_enter(
+    config: TextConfig,
+    sublayer_bf16: Tensor,
+    before: Coefficients,
+    norm_bf16: Tensor,
+    weights: MhcWeights,
+    streams_bf16: Tensor,
+) -> tuple[Tensor, Coefficients]:
+    """Merge a sublayer's output [R, D] into the streams [R, n, D], in place, and enter the next one.
+
+    The next one's input is collapsed by the coefficients of the one before.
+    """
+    out_bf16, mixed, numbers = _entered(config, streams_bf16)
+    pre_f32, post_f32, comb_f32 = before
+    others = pre_f32, norm_bf16, *weights, *numbers, out_bf16, *mixed
+    mhc_merge_enter(sublayer_bf16, post_f32, comb_f32, streams_bf16, *others)
+    return out_bf16, mixed
+
+
+def _entered(config: TextConfig, streams_bf16: Tensor) -> tuple[Tensor, Coefficients, tuple[float, float, int]]:
+    """Room for a sublayer's input and coefficients, and the numbers they take."""
+    n_rows, n, width = streams_bf16.shape
     out = Coefficients(scratch.f32(n_rows, n), scratch.f32(n_rows, n), scratch.f32(n_rows, n, n))
-    mhc_mix(streams_bf16, *weights, config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, *out)
-    return out
+    return scratch.bf16(n_rows, width), out, (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
 
 
 def collapse_norm(config: TextConfig, norm_bf16: Tensor, streams_bf16: Tensor, pre_f32: Tensor) -> Tensor:
-    """A sublayer's input [R, D] BF16."""
+    """Streams [R, n, D] as a sublayer takes them, [R, D] BF16, where nothing is merged back."""
     out_bf16 = scratch.bf16(streams_bf16.shape[0], streams_bf16.shape[2])
     mhc_collapse_norm(streams_bf16, pre_f32, norm_bf16, config.rms_norm_eps, out_bf16)
     return out_bf16
@@ -70,7 +98,7 @@ def add_engram(
     layer: int,
     streams_bf16: Tensor,
     lookback_i32: Tensor,
-    ahead: Gathered | None,
+    ahead: EngramRows | None,
     record: Recorder,
 ) -> None:
     """Add the gated table value of each row's n-grams to the streams [R, n, D], before the layer's statistics.
@@ -93,7 +121,7 @@ def add_engram(
     kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
     fp8_linear(values_bf16, weights.wkv, kv_bf16)
     gates_f32 = scratch.f32(n_rows, n)
-    alive_u8 = (lookback_i32[:, 0] >= 0).to(torch.uint8)
+    alive_u8 = torch.ge(lookback_i32[:, 0], 0, out=scratch.u8(n_rows))
     engram_gate(
         streams_bf16,
         kv_bf16,

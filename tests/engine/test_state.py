@@ -9,7 +9,7 @@ from rocline.engine.config import ModelConfig
 from rocline.engine.handoff import HandOff, Reach, RowKind, RowSpan, reach_for
 from rocline.engine.pages import OutOfPages, PagePlanes, Pages
 from rocline.engine.release import release_config
-from rocline.engine.sequence import REWIND_ROWS, Ring
+from rocline.engine.sequence import REWIND_ROWS, Ring, ring_slots
 
 
 @settings(max_examples=200, deadline=None)
@@ -19,7 +19,7 @@ from rocline.engine.sequence import REWIND_ROWS, Ring
 )
 def test_a_ring_holds_exactly_the_rows_that_were_not_overwritten(reads, steps):
     """Against a plain dictionary of every row of the present run."""
-    ring, rows_in, oldest, value = Ring(reads, (2,), torch.int64), {}, 0, 0
+    ring, rows_in, oldest, value = Ring(torch.zeros((ring_slots(reads), 2), dtype=torch.int64)), {}, 0, 0
     for action, n in steps:
         if action == "clone":
             twin = ring.clone()
@@ -43,7 +43,7 @@ def test_a_ring_holds_exactly_the_rows_that_were_not_overwritten(reads, steps):
 
 
 def test_a_ring_can_be_read_in_full_after_a_rejected_verify_step():
-    ring = Ring(16, (), torch.int64)
+    ring = Ring(torch.zeros(ring_slots(16), dtype=torch.int64))
     ring.append(0, torch.arange(50))
     ring.append(50, torch.arange(50, 50 + REWIND_ROWS))
     ring.truncate(50)
@@ -51,7 +51,7 @@ def test_a_ring_can_be_read_in_full_after_a_rejected_verify_step():
 
 
 def test_a_ring_refuses_what_it_does_not_hold():
-    ring = Ring(4, (), torch.int64)
+    ring = Ring(torch.zeros(ring_slots(4), dtype=torch.int64))
     ring.append(10, torch.arange(3))
     for start, stop in ((9, 11), (12, 14), (0, 1)):
         with pytest.raises(RuntimeError, match=r"ring holds positions 10\.\.13, asked for"):

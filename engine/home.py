@@ -1,0 +1,222 @@
+"""Where a model lives: its weights, pages, rings and arenas on the host, or on a GPU (design.md section 3, 8).
+
+On a GPU all of it is taken here, while loading; a chunk asks for nothing but what its arena lends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rocline.engine.config import LayerRole, TextConfig
+from rocline.engine.layers.attention import AttentionWeights
+from rocline.engine.layers.compressor import CompressorWeights
+from rocline.engine.layers.experts import ExpertWeights
+from rocline.engine.layers.indexer import IndexerWeights
+from rocline.engine.layers.streams import EngramWeights, MhcWeights
+from rocline.engine.pages import PAGE_POSITIONS, PagePlanes
+from rocline.engine.scratch import StageMemory
+from rocline.engine.sequence import RingData, host_zeros
+from rocline.engine.weights import LayerWeights, ModelWeights
+from rocline.hip_kernels.dispatch import Place, Shapes
+from rocline.hip_kernels.driver import Device, Slab, devices
+
+DeviceKind = Literal["cpu", "hip"]
+ENDS_BYTES = 256 << 20  # of a model that runs its stages in turn: embedded rows of a chunk, and logits
+SEQUENCES_AT_ONCE = 64
+
+
+class Home(Protocol):
+    """
+    ring_data, sequences_at_once  as in Stage
+    gathers_on_host  whether Engram's table rows are gathered apart from where they are added
+    """
+
+    ring_data: RingData
+    sequences_at_once: int | None
+    gathers_on_host: bool
+
+    def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
+        """A stage's memory here. Raises HipError where it does not fit."""
+
+    def planes(
+        self, config: TextConfig, sources: Collection[int], n_pages: int, page_positions: int, scored: Collection[int]
+    ) -> PagePlanes:
+        """Pages for the rows of `sources`; the keys of `scored` are kept as the index kernels want them."""
+
+    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
+        """Weights here, as this home's operators read them; of a part of a model's layers too."""
+
+    def ends(self) -> StageMemory | None:
+        """Memory for rows that are in no stage; None where plain host memory serves."""
+
+
+class HostHome:
+    """In host memory, for the torch references."""
+
+    ring_data: RingData = staticmethod(host_zeros)
+    sequences_at_once: int | None = None
+    gathers_on_host = False
+
+    def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
+        return StageMemory(arena_bytes, name=name, poison=poison)
+
+    def planes(
+        self,
+        config: TextConfig,
+        sources: Collection[int],
+        n_pages: int,
+        page_positions: int = PAGE_POSITIONS,
+        scored: Collection[int] = (),
+    ) -> PagePlanes:
+        return PagePlanes(config, sources, n_pages, page_positions)
+
+    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
+        return weights
+
+    def ends(self) -> StageMemory | None:
+        return None
+
+    def __str__(self) -> str:
+        return "on the host"
+
+
+class HipHome:
+    """On a GPU, for one thread. Its slabs are freed when nothing refers to it any more.
+
+    Raises HipError where HIP cannot be used, DispatchError for an unknown name in reference_ops.
+    """
+
+    gathers_on_host = True
+
+    def __init__(
+        self,
+        config: TextConfig,
+        device: Device | None = None,
+        reference_ops: Collection[str] = (),
+        sequences_at_once: int = SEQUENCES_AT_ONCE,
+    ) -> None:
+        self.place = Place(device or devices()[0], shapes_of(config), reference_ops)
+        self.sequences_at_once = sequences_at_once
+        self._slabs: list[Slab] = []
+        weakref.finalize(self, _free, self._slabs, self.place).atexit = False
+
+    def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
+        return StageMemory(
+            arena_bytes,
+            slab_u8=self._slab(arena_bytes),
+            record_completion=self.place.record_completion,
+            name=name,
+            poison=poison,
+            place=self.place,
+        )
+
+    def planes(
+        self,
+        config: TextConfig,
+        sources: Collection[int],
+        n_pages: int,
+        page_positions: int = PAGE_POSITIONS,
+        scored: Collection[int] = (),
+    ) -> PagePlanes:
+        prepared = scored if self.place.has("index_select") else ()
+        return PagePlanes(config, sources, n_pages, page_positions, prepared=prepared, zeros=self.ring_data)
+
+    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
+        put, prepare = self.place.put, self.place.prepare
+        with torch.inference_mode(), self.place.work(_no_workspace):
+            return ModelWeights(
+                put(weights.embed_bf16),
+                put(weights.norm_bf16),
+                prepare("head", weights.head_bf16),
+                {n: _layer(self.place, config, config.layers[n], layer) for n, layer in weights.layers.items()},
+            )
+
+    def __str__(self) -> str:
+        return f"on {self.place}"
+
+    def ends(self) -> StageMemory | None:
+        return self.memory(ENDS_BYTES, "arena of rows in no stage")
+
+    def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        data_u8 = self._slab(torch.Size(shape).numel() * dtype.itemsize)
+        with self.place.stream:
+            return data_u8.zero_().view(dtype).view(shape)
+
+    def _slab(self, n_bytes: int) -> Tensor:
+        self._slabs.append(self.place.device.allocate(max(n_bytes, 1)))
+        return self._slabs[-1].tensor()[:n_bytes]
+
+
+def shapes_of(config: TextConfig) -> Shapes:
+    return Shapes(
+        hidden=config.hidden_size,
+        n_streams=config.hc_mult,
+        n_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        list_slots=config.sliding_window + config.index_topk,
+        n_experts=config.n_routed_experts,
+        n_chosen=config.num_experts_per_tok,
+        vocab=config.vocab_size,
+        index_heads=config.index_n_heads,
+        index_head_dim=config.index_head_dim,
+        candidate_block=config.candidate_block_size,
+    )
+
+
+def _free(slabs: list[Slab], place: Place) -> None:
+    place.close()
+    for slab in slabs:
+        slab.free()
+
+
+def _no_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    raise RuntimeError(f"a workspace of {list(shape)} {dtype} while loading: there is no arena to lend it")
+
+
+def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeights) -> LayerWeights:
+    """One layer's weights, each prepared for the operator that reads it."""
+    put, prepare = place.put, place.prepare
+
+    def mhc(op: str, of: MhcWeights) -> MhcWeights:
+        return MhcWeights(prepare(op, of.fn_f32), put(of.scale_f32), put(of.base_f32))
+
+    def fp8(weight: Any) -> Any:
+        return prepare("fp8_linear", weight)
+
+    attention, experts, compressor = weights.attention, weights.experts, weights.compressor
+    indexer, engram = weights.indexer, weights.engram
+    routed, shared = prepare("experts", experts.routed, experts.shared)
+    latent = "f32_linear" if role.ratio == 2 else "bf16_linear"
+    return LayerWeights(
+        put(weights.attn_norm_bf16),
+        put(weights.ffn_norm_bf16),
+        mhc("mhc_enter", weights.hc_attn),
+        mhc("mhc_merge_enter", weights.hc_ffn),
+        AttentionWeights(
+            fp8(attention.wq_a),
+            put(attention.q_norm_bf16),
+            fp8(attention.wq_b),
+            fp8(attention.wkv),
+            put(attention.kv_norm_bf16),
+            prepare("grouped_projection", attention.wo_a, config.o_groups),
+            fp8(attention.wo_b),
+            put(attention.sink_f32),
+        ),
+        ExpertWeights(prepare("router", experts.gate_bf16), put(experts.bias_f32), routed, shared),
+        compressor
+        and CompressorWeights(
+            prepare(latent, compressor.wkv_bf16),
+            None if compressor.wgate_bf16 is None else prepare(latent, compressor.wgate_bf16),
+            put(compressor.norm_bf16),
+            prepare("index_key", compressor.wk_bf16),
+            put(compressor.k_norm_bf16),
+        ),
+        indexer and IndexerWeights(fp8(indexer.wq_b), prepare("index_weights", indexer.weights_proj_bf16)),
+        engram and EngramWeights(fp8(engram.wkv), put(engram.q_bf16), put(engram.k_bf16), engram.table),
+    )
