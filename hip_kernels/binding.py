@@ -118,7 +118,11 @@ def run_slabs(slab: Callable[..., Tensor], rows: Sequence[Tensor], out: Tensor) 
     if getattr(_shapes_only, "on", False):
         return
     _one_thread()
-    for start in range(0, rows[0].shape[0], SLAB_ROWS):
+    n_rows = rows[0].shape[0]
+    if n_rows <= SLAB_ROWS:  # as most calls: without the slices, which take longer than a few rows' work
+        out.copy_(slab(*rows))
+        return
+    for start in range(0, n_rows, SLAB_ROWS):
         part = slice(start, start + SLAB_ROWS)
         out[part].copy_(slab(*(x[part] for x in rows)))
 
