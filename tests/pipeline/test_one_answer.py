@@ -9,8 +9,10 @@ from engine_cases import PAGE, Ask, check, collect, make_ask, nothing_left, prom
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from rocline.engine.model import Model
 from rocline.engine.sampling import SamplingParams
 from rocline.pipeline.request import Request
+from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 N_PROMPT = 90  # past the candidates of `micro`, over two pages, odd chunks at the end
 
@@ -106,6 +108,31 @@ def test_after_pause_and_resume(engines, micro, rng):
         for stream, ask in zip(streams, asks, strict=True):
             check(stream, ask)
         assert sum(stream.summary.pauses for stream in streams) > 0
+
+
+@pytest.fixture(scope="module", params=["demo", "tiny", "tiny40"])
+def deeper(request, golden_or_skip, tmp_path_factory) -> Model:
+    """More layers and other roles; the demo's are the release's 40."""
+    if request.param != "demo":
+        return Model.load(golden_or_skip(request.param) / "model", kv_tokens=2048, page_positions=PAGE)
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo_checkpoint(folder, seed=0)
+    return Model.load(folder, kv_tokens=2048, page_positions=PAGE)
+
+
+def test_eight_stages_of_deeper_models(engines, deeper, rng):
+    """Folded and contiguous, a card each and several on one, `halo` and `full`, with a neighbour beside."""
+    asks = [make_ask(deeper, prompt_ids(rng, 75), max_tokens=3, temperature=0.8, seed=n) for n in range(2)]
+    ways = (
+        {"chunk_rows": 40},
+        {"chunk_rows": 75, "placement": "contiguous", "prefill": "full", "devices": int(rng.integers(1, 9))},
+    )
+    for way in ways:
+        engine = engines(deeper, stages=8, **way)
+        with nothing_left(engine):
+            for stream, ask in [(engine.submit(ask.request), ask) for ask in asks]:
+                check(stream, ask, way)
+        engine.close()
 
 
 OPTIONS = st.fixed_dictionaries(
