@@ -199,8 +199,9 @@ class EngramAhead:
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # the threads here are the parallelism
-        while piece := self._queue.get()[2]:
-            piece()
+        with torch.inference_mode():  # as buffers are that were made inside a stage's run: others may not write them
+            while piece := self._queue.get()[2]:
+                piece()
 
     def _piece(self, work: _Work, layer: int, lookback_i32: Tensor, place: slice) -> Callable[[], None]:
         def gather() -> None:

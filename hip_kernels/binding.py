@@ -119,7 +119,7 @@ def run_slabs(slab: Callable[..., Tensor], rows: Sequence[Tensor], out: Tensor) 
         return
     _one_thread()
     n_rows = rows[0].shape[0]
-    if n_rows <= SLAB_ROWS:  # as most calls: without the slices, which take longer than a few rows' work
+    if 0 < n_rows <= SLAB_ROWS:  # as most calls: without the slices, which take longer than a few rows' work
         out.copy_(slab(*rows))
         return
     for start in range(0, n_rows, SLAB_ROWS):

@@ -57,6 +57,17 @@ def check_taken(table, lookback, taken):
     assert torch.equal(own.view(torch.int16), ours.view(torch.int16))
 
 
+def test_work_begun_inside_a_stages_run(ahead, tables, rng):
+    """A stage's run is in inference mode, and its decode steps begin the next ones: buffers go both ways."""
+    for inside in (True, False, True):
+        lookback = lookbacks(rng, 20)
+        with torch.inference_mode(inside):
+            gathered = ahead.start(lookback)
+        for layer, table in tables.items():
+            check_taken(table, lookback, gathered.take(layer))
+        gathered.release()
+
+
 @pytest.mark.parametrize("n_rows", [0, 1, PIECE_ROWS - 1, PIECE_ROWS, PIECE_ROWS + 1, 5 * PIECE_ROWS + 3])
 def test_the_rows_are_those_a_layer_would_gather(tables, ahead, rng, n_rows):
     lookback = lookbacks(rng, n_rows)
