@@ -101,7 +101,7 @@ def test_after_a_cancelled_neighbour(engines, asks, rng):
 
 def test_after_pause_and_resume(engines, micro, rng):
     """Pages run out while several decode: the newest waits, runs again from its ids, and says the same."""
-    asks = [make_ask(micro, prompt_ids(rng, 40), max_tokens=40, seed=n, temperature=0.7) for n in range(3)]
+    asks = [make_ask(micro, prompt_ids(rng, 40), max_tokens=28, seed=n, temperature=0.7) for n in range(3)]
     engine = engines(kv_tokens=3 * 64, page_positions=32, reserve_tokens=8)
     with nothing_left(engine):
         streams = [engine.submit(ask.request) for ask in asks]
@@ -110,7 +110,7 @@ def test_after_pause_and_resume(engines, micro, rng):
         assert sum(stream.summary.pauses for stream in streams) > 0
 
 
-@pytest.fixture(scope="module", params=["demo", "tiny", "tiny40"])
+@pytest.fixture(scope="module", params=["demo", "tiny"])
 def deeper(request, golden_or_skip, tmp_path_factory) -> Model:
     """More layers and other roles; the demo's are the release's 40."""
     if request.param != "demo":
@@ -139,7 +139,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "stages": st.sampled_from([1, 2, 3, 5]),
         "placement": st.sampled_from(["folded", "contiguous"]),
-        "chunk_rows": st.integers(4, 100),
+        "chunk_rows": st.integers(4, 60),
         "mixed_chunk_rows": st.integers(4, 40),
         "inflight_chunks": st.sampled_from([1, 2, 8, 32]),
         "prefill": st.sampled_from(["halo", "full"]),
@@ -149,8 +149,9 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def test_random_configurations(engines, asks, rng, request):
+def test_random_configurations(engines, micro, rng, request):
     """20 drawn configurations, with up to 7 others that join, leave and are cancelled."""
+    asks = [make_ask(micro, prompt_ids(rng, 50), max_tokens=4, temperature=n * 0.8, seed=n) for n in range(2)]
 
     @seed(request.config.option.seed)
     @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -161,7 +162,7 @@ def test_random_configurations(engines, asks, rng, request):
             running = [(engine.submit(ask.request), ask) for ask in asks]
             others = []
             for n in range(n_others):
-                ids = prompt_ids(rng, dice.randrange(1, 40))
+                ids = prompt_ids(rng, dice.randrange(1, 30))
                 params = SamplingParams(max_tokens=dice.randrange(1, 6), seed=n)
                 others.append(engine.submit(Request(prompt_ids=ids, params=params)))
                 if dice.random() < 0.3:
