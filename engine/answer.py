@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
-from rocline.engine.handoff import HandOff
+from rocline.engine.handoff import HandOff, gathered
 from rocline.engine.layers.head import Logits, final_rows
 from rocline.engine.logprobs import Logprobs, logprobs_of
 from rocline.engine.sampling import SamplerState, pack_rows
@@ -56,23 +56,25 @@ class Answer:
 
 
 def answer(config: TextConfig, weights: ModelWeights, rows: HandOff, asks: Mapping[int, Ask]) -> dict[int, Answer]:
-    """By sequence, the answer to each whose logits were wanted of these rows (RowSpan.logits_from)."""
+    """By sequence, the answer to each whose logits were wanted of these rows (RowSpan.logits_from).
+
+    Waits for the device once a piece of rows, and for each row whose log-probabilities or logits are asked for.
+    """
     answers: dict[int, Answer] = {}
     last = {span.sequence: span.end - 1 for span in rows.spans}
     for logits in _pieces(config, weights, rows):
-        sampled: list[tuple[int, int]] = []  # (row, sequence)
+        at_end = [row for row, (sequence, position) in enumerate(logits.rows) if position == last[sequence]]
+        choice = _choose(logits, [row for row in at_end if asks[logits.rows[row][0]].sampler], asks)
+        finite = scratch.fetch(logits.finite_u8).tolist()
         for row, (sequence, position) in enumerate(logits.rows):
             ask, out = asks[sequence], answers.setdefault(sequence, Answer())
-            if not logits.finite_u8[row]:
+            if not finite[row]:
                 out.why = out.why or f"logits of position {position} are not finite; the request cannot go on"
-            if out.why:
-                continue
-            if ask.prompt_from <= position + 1 < len(ask.prompt_ids):
-                _add_prompt_token(out, logits.logits_f32[row], ask.prompt_ids[position + 1], ask.n_logprobs or 0)
-            if ask.sampler and position == last[sequence]:
-                sampled.append((row, sequence))
-        if sampled:
-            _sample(logits, sampled, asks, answers)
+            if not out.why and ask.prompt_from <= position + 1 < len(ask.prompt_ids):
+                row_f32 = scratch.fetch(logits.logits_f32[row])
+                _add_prompt_token(out, row_f32, ask.prompt_ids[position + 1], ask.n_logprobs or 0)
+        if choice:
+            _tell(logits, choice, asks, answers)
     return answers
 
 
@@ -94,21 +96,37 @@ def _add_prompt_token(out: Answer, row_f32: Tensor, token: int, k: int) -> None:
     out.prompt_logprobs.extend(logprobs_of(row_f32[None], [token], k))
 
 
-def _sample(
-    logits: Logits, sampled: Sequence[tuple[int, int]], asks: Mapping[int, Ask], answers: Mapping[int, Answer]
-) -> None:
-    chosen_f32 = logits.logits_f32[torch.tensor([row for row, _ in sampled])]
-    samplers = [sampler for _, sequence in sampled if (sampler := asks[sequence].sampler)]
-    ids_i32 = torch.empty(len(sampled), dtype=torch.int32)
-    sample(chosen_f32, pack_rows((sampler, ()) for sampler in samplers), ids_i32)
-    for row_f32, (row, sequence), token in zip(chosen_f32, sampled, ids_i32.tolist(), strict=True):
+@dataclass(frozen=True)
+class _Choice:
+    """Tokens ids_i32 [n], chosen from logits_f32 [n, V] of these rows."""
+
+    rows: list[int]
+    logits_f32: Tensor
+    ids_i32: Tensor
+
+
+def _choose(logits: Logits, rows: list[int], asks: Mapping[int, Ask]) -> _Choice | None:
+    """A token after each of these rows, which need not be finite; nothing is waited for."""
+    if not rows:
+        return None
+    choice = _Choice(rows, gathered(logits.logits_f32, scratch.upload(torch.tensor(rows))), scratch.i32(len(rows)))
+    samplers = [sampler for row in rows if (sampler := asks[logits.rows[row][0]].sampler)]
+    sample(choice.logits_f32, pack_rows((sampler, ()) for sampler in samplers), choice.ids_i32)
+    return choice
+
+
+def _tell(logits: Logits, choice: _Choice, asks: Mapping[int, Ask], answers: Mapping[int, Answer]) -> None:
+    for at, (row, token) in enumerate(zip(choice.rows, scratch.fetch(choice.ids_i32).tolist(), strict=True)):
+        sequence, position = logits.rows[row]
         ask, out = asks[sequence], answers[sequence]
+        if out.why:
+            continue
         if token < 0:
             why = "a score overflowed" if token == NOT_FINITE else "every token is banned"
-            out.why = f"no token to choose after position {logits.rows[row][1]}: {why}"
+            out.why = f"no token to choose after position {position}: {why}"
             continue
         out.token = token
         if ask.n_logprobs is not None:
-            out.logprobs = logprobs_of(row_f32[None], [token], ask.n_logprobs)
+            out.logprobs = logprobs_of(scratch.fetch(choice.logits_f32[at])[None], [token], ask.n_logprobs)
         if ask.keep_logits:
-            out.logits_f32 = row_f32
+            out.logits_f32 = scratch.fetch(choice.logits_f32[at]).clone()  # beyond this memory's scope

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -86,7 +87,8 @@ class HostHome:
 
 
 class HipHome:
-    """On a GPU, for one thread. Its slabs are freed when nothing refers to it any more.
+    """On a GPU, for one thread. What it has made is freed with its owner: memory and planes when nothing refers to
+    them any more, rings when nothing refers to the home.
 
     Raises HipError where HIP cannot be used, DispatchError for an unknown name in reference_ops.
     """
@@ -102,18 +104,22 @@ class HipHome:
     ) -> None:
         self.place = Place(device or devices()[0], shapes_of(config), reference_ops)
         self.sequences_at_once = sequences_at_once
-        self._slabs: list[Slab] = []
-        weakref.finalize(self, _free, self._slabs, self.place).atexit = False
+        self._rings: list[Slab] = []
+        _free_with(self, self._rings)
+        weakref.finalize(self, self.place.close).atexit = False
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
-        return StageMemory(
+        slab = self.place.device.allocate(arena_bytes)
+        memory = StageMemory(
             arena_bytes,
-            slab_u8=self._slab(arena_bytes),
+            slab_u8=slab.tensor(),
             record_completion=self.place.record_completion,
             name=name,
             poison=poison,
             place=self.place,
         )
+        _free_with(memory, [slab])
+        return memory
 
     def planes(
         self,
@@ -124,17 +130,23 @@ class HipHome:
         scored: Collection[int] = (),
     ) -> PagePlanes:
         prepared = scored if self.place.has("index_select") else ()
-        return PagePlanes(config, sources, n_pages, page_positions, prepared=prepared, zeros=self.ring_data)
+        slabs: list[Slab] = []
+        zeros = partial(self._zeros, slabs)
+        planes = PagePlanes(config, sources, n_pages, page_positions, prepared=prepared, zeros=zeros)
+        _free_with(planes, slabs)
+        return planes
 
     def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
         put, prepare = self.place.put, self.place.prepare
         with torch.inference_mode(), self.place.work(_no_workspace):
-            return ModelWeights(
+            placed = ModelWeights(
                 put(weights.embed_bf16),
                 put(weights.norm_bf16),
                 prepare("head", weights.head_bf16),
                 {n: _layer(self.place, config, config.layers[n], layer) for n, layer in weights.layers.items()},
             )
+        self.place.stream.synchronize()  # other threads' streams read them too
+        return placed
 
     def __str__(self) -> str:
         return f"on {self.place}"
@@ -143,13 +155,14 @@ class HipHome:
         return self.memory(ENDS_BYTES, "arena of rows in no stage")
 
     def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        data_u8 = self._slab(torch.Size(shape).numel() * dtype.itemsize)
-        with self.place.stream:
-            return data_u8.zero_().view(dtype).view(shape)
+        return self._zeros(self._rings, shape, dtype)
 
-    def _slab(self, n_bytes: int) -> Tensor:
-        self._slabs.append(self.place.device.allocate(max(n_bytes, 1)))
-        return self._slabs[-1].tensor()[:n_bytes]
+    def _zeros(self, slabs: list[Slab], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        slabs.append(self.place.device.allocate(torch.Size(shape).numel() * dtype.itemsize))
+        with self.place.stream:
+            zeros = slabs[-1].tensor().zero_().view(dtype).view(shape)
+        self.place.stream.synchronize()  # other threads' streams read them too
+        return zeros
 
 
 def shapes_of(config: TextConfig) -> Shapes:
@@ -169,10 +182,14 @@ def shapes_of(config: TextConfig) -> Shapes:
     )
 
 
-def _free(slabs: list[Slab], place: Place) -> None:
-    place.close()
-    for slab in slabs:
-        slab.free()
+def _free_with(owner: object, slabs: list[Slab]) -> None:
+    """Free the slabs, also those that the list has yet to get, when nothing refers to the owner any more."""
+
+    def free() -> None:
+        for slab in slabs:
+            slab.free()
+
+    weakref.finalize(owner, free).atexit = False  # at the end of the process the driver does that
 
 
 def _no_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

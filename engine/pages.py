@@ -101,8 +101,9 @@ class PagePlanes:
         n_new = len(rows_u8)
         if n_new == 0:
             return
-        index_i32 = scratch.upload(torch.arange(first, first + n_new, dtype=torch.int32))
-        sequence_i32, table_i32 = scratch.upload(torch.zeros(n_new, dtype=torch.int32)), scratch.upload(table_i32)
+        index_i32 = torch.arange(first, first + n_new, dtype=torch.int32)
+        sequence_i32 = torch.zeros(n_new, dtype=torch.int32)
+        index_i32, sequence_i32, table_i32 = scratch.upload_together(index_i32, sequence_i32, table_i32)
         for new_u8, plane_u8 in ((rows_u8, self.rows_u8[source]), (keys_u8, self.keys_u8[source])):
             put_rows(new_u8, index_i32, sequence_i32, table_i32[None], plane_u8)
         if (tiles_u8 := self.prepared_u8.get(source)) is not None:

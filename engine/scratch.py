@@ -326,7 +326,12 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def upload(tensor: Tensor) -> Tensor:
     """A host tensor where this thread's operators read it: itself on the host, else lent, and on its way there."""
-    return upload_to_device(tensor) if _on_device() else tensor
+    return upload_to_device([tensor])[0] if _on_device() else tensor
+
+
+def upload_together(*tensors: Tensor) -> Sequence[Tensor]:
+    """upload for several small ones, on their way in one piece."""
+    return upload_to_device(tensors) if _on_device() else tensors
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Ring:
             kept = scratch.like(kept, len(kept)).copy_(kept)
         slots_i32 = torch.arange(self.end - len(kept), self.end, dtype=torch.int32) % len(self.data)
         ring_i32 = torch.zeros(len(kept) + 1, dtype=torch.int32)
-        slots_i32, ring_i32 = scratch.upload(slots_i32), scratch.upload(ring_i32)
+        slots_i32, ring_i32 = scratch.upload_together(slots_i32, ring_i32)
         put_rows(_bytes(kept), slots_i32, ring_i32[1:], ring_i32[:1, None], _bytes(self.data)[None])
         self.first = max(self.first, self.end - len(self.data))
 

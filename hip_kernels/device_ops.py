@@ -6,10 +6,11 @@ Weights come as `prepared` makes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -80,11 +81,20 @@ def use_memory(lend: Lend, staging: Staging) -> Iterator[None]:
         vars(_thread).update(before)
 
 
-def upload(tensor: Tensor) -> Tensor:
-    """A host tensor on the device of this thread's work, in lent memory."""
-    out = _thread.lend(tuple(tensor.shape), tensor.dtype)
-    _thread.staging.put(tensor, out)
-    return out
+def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Host tensors on the device of this thread's work, in lent memory, by one copy."""
+    edges = [0, *accumulate(-(-tensor.nbytes // 16) * 16 for tensor in tensors)]
+    if not edges[-1]:
+        return [_thread.lend(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    together_u8 = torch.empty(edges[-1], dtype=torch.uint8)
+    here_u8 = _thread.lend((edges[-1],), torch.uint8)
+    outs = []
+    for tensor, start in zip(tensors, edges[:-1], strict=True):
+        place = slice(start, start + tensor.nbytes)
+        together_u8[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        outs.append(here_u8[place].view(tensor.dtype).view(tensor.shape))
+    _thread.staging.put(together_u8, here_u8)
+    return outs
 
 
 def _sums(n_rows: int, tiles: WeightTiles) -> Tensor | None:
@@ -268,7 +278,7 @@ def _host_turns(positions: bytes, omega: bytes) -> tuple[Tensor, Tensor]:
 
 def _sample(logits_f32: Tensor, how: SampleRows, ids_i32: Tensor) -> None:
     """`how` is on the host."""
-    here = SampleRows(*(upload(getattr(how, field.name)) for field in fields(how)))
+    here = SampleRows(*upload([getattr(how, field.name) for field in fields(how)]))
     has_lists = any(ids.shape[1] for ids in (how.seen_ids_i32, how.bias_ids_i32, how.banned_ids_i32))
     adjusted_f32 = _thread.lend(tuple(logits_f32.shape), torch.float32) if has_lists else None
     sample_hip(logits_f32, here, ids_i32, adjusted_f32)

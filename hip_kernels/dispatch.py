@@ -94,8 +94,8 @@ class Place:
         for name in reference_ops:
             if name not in KERNELS:
                 near = get_close_matches(name, KERNELS, n=1)
-                meant = f"; did you mean {near[0]}?" if near else ""
-                raise DispatchError(f"reference operator {name!r}{meant} There are {', '.join(KERNELS)}")
+                meant = f"; did you mean {near[0]}?" if near else ";"
+                raise DispatchError(f"reference operator {name!r}{meant} there are {', '.join(KERNELS)}")
         self.device, self.torch_device = device, device.torch_device
         self.references = {
             name: f"its kernel wants {wanted}" for names, fits, wanted in _FITS if not fits(shapes) for name in names

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import BindError, bind_dims, operator, run_slabs
+from rocline.hip_kernels.binding import BindError, bind_dims, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.index_prepared import VECTORS, from_tiles
 from rocline.hip_kernels.kernel import Kernel, launch
@@ -47,7 +47,6 @@ def index_score_ref(
     return total_f32.bfloat16().float()
 
 
-@operator
 def index_score(
     q_rows_u8: Tensor,
     weights_bf16: Tensor,

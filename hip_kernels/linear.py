@@ -98,7 +98,6 @@ def fp8_linear(x_bf16: Tensor, weight: Fp8Weight, out_bf16: Tensor) -> None:
     run_slabs(lambda x: block_gemm_ref(quantise_rows(x), *decoded()), (x_bf16,), out_bf16)
 
 
-@operator
 def fp4_linear(x_bf16: Tensor, weight: Fp4Weight, out_bf16: Tensor) -> None:
     """Fill out_bf16 [R, N]: x_bf16 [R, K] through ActQuant8, times the weight; one rounding to BF16."""
     bind_dims(

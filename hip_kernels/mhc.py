@@ -39,7 +39,6 @@ def mhc_coefficients_ref(
     return pre, post, comb
 
 
-@operator
 def mhc_mix(
     streams_bf16: Tensor,
     fn_f32: Tensor,

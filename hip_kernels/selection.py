@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_slabs
+from rocline.hip_kernels.binding import bind_dims, run_slabs
 from rocline.hip_kernels.kernel import Kernel, launch
 
 _SELECT = Kernel("selection.hip", "select_keys", "PPPPiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
@@ -53,7 +53,6 @@ def candidate_blocks_ref(scores_f32: Tensor, visible_i32: Tensor, block_size: in
     return mask_to_list(top_k_mask(blocks, n_keep), n_keep)
 
 
-@operator
 def candidate_blocks(scores_f32: Tensor, visible_i32: Tensor, block_size: int, blocks_i32: Tensor) -> None:
     """Fill blocks_i32 [R, C] (see candidate_blocks_ref) from scores_f32 [R, P] and visible_i32 [R]."""
     bind_dims(
@@ -84,7 +83,6 @@ def top_k_list_ref(scores_f32: Tensor, visible_i32: Tensor, k: int) -> Tensor:
     return mask_to_list(top_k_mask(scores_f32, k) & (position < visible_i32[:, None]), k)
 
 
-@operator
 def top_k_list(
     scores_f32: Tensor,
     visible_i32: Tensor,

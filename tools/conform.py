@@ -26,7 +26,7 @@ from rocline.engine.config import ConfigError
 from rocline.engine.engram import compressed_id_map
 from rocline.engine.home import DeviceKind
 from rocline.engine.model import Model
-from rocline.tools.device import DEVICE_ERRORS, add_device_options
+from rocline.tools.device import DEVICE_ERRORS, add_device_options, check_device_options
 from rocline.tools.golden_decode import check_decode
 from rocline.tools.golden_limits import MODEL_LIMITS
 from rocline.tools.golden_model import check_long, check_prefill
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(finding.row()) if args.json else _line(finding), flush=True)
 
     try:
+        check_device_options(args)
         conform(args.folder, tell, args.device, args.reference_op)
     except (GoldenError, ConfigError, CheckpointError, SafetensorError, OSError, *DEVICE_ERRORS) as error:
         print(f"conform: {error}", file=sys.stderr)

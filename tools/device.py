@@ -11,6 +11,12 @@ from rocline.hip_kernels.runtime import HipError
 DEVICE_ERRORS = (DispatchError, HipError)  # what opening a device may raise
 
 
+def check_device_options(args: Any) -> None:
+    """Raise DispatchError for options that say nothing together."""
+    if args.reference_op and args.device == "cpu":
+        raise DispatchError("--reference-op is for --device hip: on the host every operator is its reference")
+
+
 def add_device_options(parser: Any) -> None:
     """--device and --reference-op for a parser or a group of one: args.device, args.reference_op."""
     parser.add_argument(

@@ -20,7 +20,7 @@ from rocline.engine.sampling import SamplingError, SamplingParams
 from rocline.engine.shards import CheckpointError
 from rocline.engine.text import Detokenizer, TextTokenizer, TokenizerError
 from rocline.engine.weights import NOT_LOADED, EngramHome
-from rocline.tools.device import DEVICE_ERRORS, add_device_options
+from rocline.tools.device import DEVICE_ERRORS, add_device_options, check_device_options
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 # What a terminal would obey is shown as a picture of itself: output is data, and may be anything.
@@ -67,6 +67,7 @@ def positive_int(word: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     try:
+        check_device_options(args)
         params = _sampling(args)
         config = ModelConfig.load(args.model)
         tokenizer = TextTokenizer.load(args.model, config.text_config.vocab_size)

@@ -48,6 +48,7 @@ class Findings:
     def __init__(self, folder: str, tell: Callable[[Finding], None], on_host: bool = True) -> None:
         self.folder = folder
         self._tell = tell
+        self.on_host = on_host
         self._is_sharp = on_host and adds_like_the_data()
 
     def at_most(

@@ -93,14 +93,17 @@ def attend(
 
     positions = torch.arange(span.end - len(q_bf16), span.end, dtype=torch.int32)
     first = (positions - window + 1).clamp_min(0)
+    rows_of_window = first - base, positions - first + 1
+    given = rows_of_window if table_i32 is None else (*rows_of_window, table_i32)
+    first_i32, count_i32, *tables = scratch.upload_together(*given)
     attention(
         q_bf16,
         window_u8,
-        scratch.upload(first - base),
-        scratch.upload(positions - first + 1),
+        first_i32,
+        count_i32,
         window,
         rows_u8,
-        None if table_i32 is None else scratch.upload(table_i32),
+        tables[0] if tables else None,
         selected_i32,
         sink_f32,
         q_bf16,

@@ -56,11 +56,13 @@ def embed_rows(
     lookback_i32 = lookback_rows(config, spans, ids)
     n_rows, n = len(lookback_i32), config.hc_mult
     streams_bf16 = scratch.bf16(n_rows, n, config.hidden_size)
-    embedding(scratch.upload(lookback_i32[:, 0].contiguous()), table_bf16, streams_bf16)
     pre_f32 = torch.zeros((n_rows, n))
     pre_f32[:, 0] = 1.0  # the first sublayer collapses stream 0 alone
-    positions_i32, lookback_i32 = scratch.upload(positions_of(spans)), scratch.upload(lookback_i32)
-    return HandOff(spans, positions_i32, lookback_i32, streams_bf16, scratch.upload(pre_f32), engram=engram)
+    ids_i32 = scratch.upload(lookback_i32[:, 0].contiguous())
+    embedding(ids_i32, table_bf16, streams_bf16)
+    # Each whole by itself: a hand-off's tensors have spans of their own.
+    positions_i32, lookback_i32, pre_f32 = map(scratch.upload, (positions_of(spans), lookback_i32, pre_f32))
+    return HandOff(spans, positions_i32, lookback_i32, streams_bf16, pre_f32, engram=engram)
 
 
 def final_rows(

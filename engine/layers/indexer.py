@@ -106,10 +106,10 @@ def select_prepared(
     index_prepare(q_rows_u8, tiles_u8)
     visible_i32 = _visible(role, spans)
     row_tiles = RowTiles.of([span.n_rows for span in spans])
-    row_tiles = RowTiles(scratch.upload(row_tiles.tiles_i32), scratch.upload(row_tiles.sequences_i32), row_tiles.first)
-    queries = Queries(tiles_u8, weights_bf16, scratch.upload(visible_i32), row_tiles)
     tables = torch.nn.utils.rnn.pad_sequence(list(tables_i32), batch_first=True)
-    history = History(keys_u8, scratch.upload(tables), int(visible_i32.max()))
+    here = scratch.upload_together(row_tiles.tiles_i32, row_tiles.sequences_i32, visible_i32, tables)
+    queries = Queries(tiles_u8, weights_bf16, here[2], RowTiles(here[0], here[1], row_tiles.first))
+    history = History(keys_u8, here[3], int(visible_i32.max()))
     if blocks_i32 is not None and role.reads_candidates:
         index_select_among(queries, history, blocks_i32, selected_i32)
     else:

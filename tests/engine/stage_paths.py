@@ -3,12 +3,12 @@
 from collections import defaultdict
 from itertools import pairwise
 
+from rocline.engine import scratch
 from rocline.engine.engram_ahead import EngramAhead
 from rocline.engine.handoff import HandOff, RowKind, RowSpan, reach_for
 from rocline.engine.layers.head import embed_rows, final_logits, lookback_rows
-from rocline.engine.pages import PagePlanes, Pages
+from rocline.engine.pages import Pages, scored_sources
 from rocline.engine.routes import StageLayers, routes
-from rocline.engine.scratch import StageMemory
 from rocline.engine.stage import Stage
 
 PAGE = 64
@@ -31,11 +31,14 @@ def random_path(rng, config, n_devices, n_visits) -> list[tuple[int, StageLayers
 
 
 class Path:
-    """The visits of `path`, (device, visit) in order: one stage a device, with a model's weights."""
+    """The visits of `path`, (device, visit) in order: one stage a device, with a model's weights, where the model is.
+
+    On a GPU all devices are that one, and a path is used inside the model's at_the_ends.
+    """
 
     def __init__(self, model, path: list[tuple[int, StageLayers]]) -> None:
-        self.config, self.weights = model.config.text_config, model.weights
-        self.pages = Pages(N_PAGES, PAGE)
+        self.config, self.weights = model.config.text_config, model.placed
+        self.pages, home = Pages(N_PAGES, PAGE), model.home
         parts = defaultdict(list)
         self.order: list[tuple[int, int]] = []  # (device, which of its visits)
         for (device, visit), route in zip(path, routes(model.config, path), strict=True):
@@ -45,9 +48,19 @@ class Path:
         for device, of_device in parts.items():
             visits, own_routes = zip(*of_device, strict=True)
             sources = frozenset().union(*(route.stores for route in own_routes))
-            planes = PagePlanes(self.config, sources, N_PAGES, PAGE)
-            memory = StageMemory(1 << 28, name=f"arena of device {device}", poison=True)
-            self.stages[device] = Stage(model.config, visits, model.weights.layers, planes, memory, own_routes)
+            scored = scored_sources(self.config, (layer for visit in visits for layer in visit.layers))
+            planes = home.planes(self.config, sources, N_PAGES, PAGE, scored)
+            memory = home.memory(1 << 28, f"arena of device {device}", poison=True)
+            self.stages[device] = Stage(
+                model.config,
+                visits,
+                self.weights.layers,
+                planes,
+                memory,
+                own_routes,
+                ring_data=home.ring_data,
+                sequences_at_once=home.sequences_at_once,
+            )
         self.ids: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.ahead: EngramAhead | None = None
@@ -88,7 +101,7 @@ class Path:
         """The bits of the wanted rows' logits, in plain memory; `rows` are released."""
         out = final_logits(self.config, self.weights.norm_bf16, self.weights.head_bf16, rows).logits_f32
         rows.release()
-        return out.numpy().tobytes()
+        return scratch.fetch(out).numpy().tobytes()
 
     def used_bytes(self) -> int:
         return sum(stage.memory.arena.stats().used_bytes for stage in self.stages.values())

@@ -176,11 +176,49 @@ def test_a_folder_of_something_else_is_refused(tmp_path, capsys, name, message):
     assert message in err
 
 
-def test_a_device_that_is_not_built_is_refused(capsys):
+def with_few_decode_rows(micro, n_rows=14):
+    """The recorded decode runs from 5 and 33 tokens, cut short: steps are what takes long on the double."""
+    cut = {}
+    for name, tensor in load_file(micro / "decode.safetensors").items():
+        if ".64" not in name:
+            whole = name.startswith("prompt.")
+            cut[name] = tensor if whole else tensor[: n_rows - name.startswith("sel.")].contiguous()
+    save_file(cut, micro / "decode.safetensors")
+
+
+def test_micro_passes_by_kernels(hip_device, micro, capsys):
+    if hip_device == "cpu":
+        with_few_decode_rows(micro)
+    assert cli.main(["conform", str(micro), "--device", "hip", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = {row["item"]: row for row in json_rows(out)}
+    assert {item.split()[0] for item in rows if not item.startswith("cpu:")} == {"engram", *conform.PARTS}
+    # A card agrees with the host within roundings, with itself to the bit.
+    for item in ("prefill 130, halo in chunks of 37", *(f"decode {n} against our own prefill" for n in (5, 33))):
+        assert rows[item]["verdict"] == "exact"
+    for item in ("index_score", "cand_keep", "sel"):
+        assert rows[f"trace operator {item}"]["verdict"] == "exact"
+    assert "operators by kernels" in err
+    assert "torch reference of index_select: its kernel wants 128 index channels" in err
+
+
+def test_tables_are_of_the_references_and_no_device_runs_them(hip_device, ops_folder, capsys):
+    assert cli.main(["conform", str(ops_folder()), "--device", "hip", "--json"]) == 0
+    (row,) = json_rows(capsys.readouterr().out)
+    assert (row["item"], row["verdict"]) == ("all", "not read")
+
+
+def test_wrong_devices_and_operators_are_refused(hip_device, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["conform", str(DATA), "--device", "hip"])
+        cli.main(["conform", str(DATA), "--device", "cuda"])
     assert stop.value.code == 2
-    assert "'hip' is not in this build, it has cpu" in capsys.readouterr().err
+    assert "invalid choice: 'cuda'" in capsys.readouterr().err
+    assert cli.main(["conform", str(DATA / "micro"), "--device", "hip", "--reference-op", "rope,ruter"]) == 2
+    assert "conform: reference operator 'ruter'; did you mean router?" in capsys.readouterr().err
+    assert cli.main(["conform", str(DATA / "micro"), "--reference-op", "rope"]) == 2
+    assert "conform: --reference-op is for --device hip: on the host every operator is its reference" in (
+        capsys.readouterr().err
+    )
 
 
 def verdicts(call):

@@ -281,3 +281,9 @@ def test_ctrl_c_on_a_terminal_stops_quietly():
     assert b"rows/s" in seen
     assert b"Traceback" not in seen
     assert seen.endswith(b"\r\n")
+
+
+def test_a_gpu_gives_one_answer_too(hip_device, answer):
+    ways = (["--chunk-rows", "7"], ["--prefill", "full"], ["--chunk-rows", "100"])
+    got = [answer("--prompt", TEXT, "--device", "hip", *words) for words in ways]
+    assert len({(g["output_ids_sha256"], g["logits_sha256"]) for g in got}) == 1
