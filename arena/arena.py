@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POLL_EVERY = 8  # places of one stream between two looks at its oldest completions
 POLL_MARKS = 2 * POLL_EVERY  # looked at then: more than came in, so the queue shrinks
 CHUNK_TAKES = 64  # between two moments with nothing lent: more than a caller that lends one span at a time
-SPARE_PART = 16  # rooms are for slabs that slab / SPARE_PART more would fit in; on all shipped traces that was enough
+SPARE_PART = 4  # rooms are for slabs that slab / SPARE_PART more would fit in; on all shipped traces that was enough
 PAUSE_S = 50e-6
 WAIT_S = 30.0  # as long as a stage step may take before it counts as hung
 StreamMarks = list[tuple[Stream, Completion]]

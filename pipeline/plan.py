@@ -253,7 +253,9 @@ class _Memory:
     def _slab_bytes(self, slabs: list[int], n_rows: int, visits: Sequence[StageLayers], n_handoffs: int) -> int:
         largest = max(slabs[layer] for visit in visits for layer in visit.layers)
         least_bytes = largest + n_handoffs * n_rows * self.model.hop_row_bytes
-        return align_up(least_bytes + least_bytes // SPARE_PART)  # with that to spare a scope's spans need no search
+        return align_up(
+            least_bytes + least_bytes // (SPARE_PART - 1)
+        )  # with that to spare a scope's spans need no search
 
 
 @cache

@@ -80,7 +80,7 @@ def test_a_skipped_request_is_not_lent_and_its_place_waits_for_the_end():
 
 def test_a_room_that_shrinks_gives_back_its_tail_alone():
     arena = Arena(SLAB_BYTES)
-    room = arena.open_room(plan_of(MIB, 50 * MIB), 0)
+    room = arena.open_room(plan_of(MIB, 45 * MIB), 0)
     room.at = 1
     with pytest.raises(ArenaFull):
         arena.take(40 * MIB)
@@ -97,17 +97,17 @@ def test_other_streams_wait_for_a_rooms_work(end):
     """Also for the part that the room never handed out: its stream had work there before."""
     streams = FakeStreams()
     arena = Arena(SLAB_BYTES, streams.record, wait_s=0)
-    arena.release(arena.take(60 * MIB, "compute"))
-    room = arena.open_room(plan_of(48 * MIB), "compute")
+    arena.release(arena.take(48 * MIB, "compute"))
+    room = arena.open_room(plan_of(40 * MIB), "compute")
     if end == "close":
         arena.close_room(room)
     else:
         arena.shrink_room(room)
     with pytest.raises(ArenaFull):
-        arena.take(5 * MIB, "copy")
+        arena.take(17 * MIB, "copy")
     assert arena.take(40 * MIB, "compute").offset == 0
     streams.finish_all()
-    assert arena.take(5 * MIB, "copy").size_bytes == 5 * MIB
+    assert arena.take(17 * MIB, "copy").size_bytes == 17 * MIB
     check_tiles(arena)
 
 
@@ -129,7 +129,7 @@ def test_no_room_where_it_would_be_in_the_way():
     in_the_middle = arena.take(2 * MIB)
     arena.take(14 * MIB)
     arena.release(lent)  # 30 and 18 MiB are free
-    assert arena.open_room(plan_of(18 * MIB, besides_bytes=[9 * MIB, 9 * MIB]), 0) is not None
+    assert arena.open_room(plan_of(12 * MIB, besides_bytes=[9 * MIB, 9 * MIB]), 0) is not None
     assert arena.open_room(plan_of(8 * MIB, besides_bytes=[25 * MIB]), 0) is None  # no piece of 25 would be left
     arena.release(in_the_middle)
     check_tiles(arena)
