@@ -8,10 +8,11 @@ constexpr int kThreads = 256, kRows = kThreads / 32;
 constexpr int kTaken = (int)0x80000000;  // below every key
 
 RL_DEV float sqrt_softplus(float x) {
-  if (x < -20.0f) return rl::exp(x * 0.5f);  // the root of e^x, which may be subnormal
-  const float e = rl::exp(x < 0.0f ? x : -x), u = e + 1.0f;
+  const bool is_far = x < -20.0f;  // e^x may be subnormal there: its root is taken in the exponent
+  const float e = rl::exp(is_far ? x * 0.5f : x < 0.0f ? x : -x), u = e + 1.0f;
   const float log1p = rl::log(u) + (e - (u - 1.0f)) / u;
-  return rl::sqrt(x > 20.0f ? x : (x < 0.0f ? 0.0f : x) + log1p);
+  const float root = rl::sqrt(x > 20.0f ? x : (x < 0.0f ? 0.0f : x) + log1p);
+  return is_far ? e : root;
 }
 
 // Integers in the order of the numbers: -0 is 0, a NaN the largest.
