@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rocline.arena.arena import Arena
+from rocline.arena.arena import SPARE_PART, Arena
 from rocline.arena.completions import Completion, LatestWork, Stream
 from rocline.arena.replay import plan
 from rocline.arena.scope import Scope
@@ -35,7 +35,6 @@ FREE_SPANS = (16, 64, 256, 1024, 4096)
 OWNER_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLAB_BYTES = 1 << 30  # of RMM's shapes: offsets only
 LEAST_BYTES, MOST_BYTES = 16 << 10, 32 << 10  # of free spans: the more there are, the fuller their size classes
-ROOM_PART = 8  # of the planned slab, on top: so much that scopes get rooms
 OUTSTANDING = 256  # releases until a piece of work has finished
 
 Trace = tuple[str, Sequence[TraceEvent], int]  # name, events, planned slab_bytes
@@ -178,7 +177,7 @@ def pair_times_ns(trace: Trace, contender: Any, device: str, repeats: int) -> li
     """
     _, events, slab_bytes = trace
     blocks, times = blocks_of(events), list[int]()
-    lender = contender(slab_bytes + slab_bytes // ROOM_PART, device)
+    lender = contender(slab_bytes + slab_bytes // (SPARE_PART - 1), device)
     with scratch.use(lender.memory) if isinstance(lender, Tensors) else nullcontext():
         for repeat in range(repeats + 1):
             took_ns = run_blocks(blocks, lender)
