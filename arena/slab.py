@@ -96,6 +96,7 @@ class Slab:
         self.drain_reuse()
         line = self.timeline(stream)
         self._widen(line)
+        self._lift_floor()
         for part in (SHELF, MAIN) if lasting or size_bytes <= self.small_bytes else (MAIN, SHELF):
             offset = self._carve(size_bytes, line, part)
             if offset >= 0:
@@ -285,6 +286,13 @@ class Slab:
             size_bytes = self.free[SHELF].remove(joined)
             self.shelf_floor += size_bytes
             self.free[MAIN].put(joined, size_bytes)
+
+    def _lift_floor(self) -> None:
+        """MAIN gets what is free at the bottom of the shelf: the floor may have sunk onto it since it came free."""
+        if self.shelf_floor in self.free[SHELF].starts:
+            offset, size_bytes = self.shelf_floor, self.free[SHELF].remove(self.shelf_floor)
+            self.shelf_floor += size_bytes
+            self.free[MAIN].put(offset, size_bytes)
 
     def _give_up_finished(self, line: Timeline) -> None:
         """Free for all what has finished in a stream's runs; the rest stays the stream's."""
