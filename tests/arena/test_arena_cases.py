@@ -1,5 +1,6 @@
 """Reported failures B37 to B42, as far as they show without a card."""
 
+import numpy as np
 import pytest
 from arena_fakes import FakeStreams, check_tiles
 
@@ -26,6 +27,20 @@ def test_b37_spans_freed_by_other_streams_coalesce_across_owners(rng, n_streams)
         arena.release(everything)
         streams.finish_all()
     check_tiles(arena)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_b37_a_small_span_leaves_no_floor_in_the_way(seed):
+    """Few small spans among large ones: the shelf comes and goes. Without _lift_floor one of the draws fails."""
+    rng, streams = np.random.default_rng(seed), FakeStreams()
+    arena = Arena(GIB, streams.record, wait_s=0)
+    spans = [arena.take(int(rng.integers(1, 24 * MIB)), at % 2) for at in range(64)]
+    for at in rng.permutation(64):
+        arena.release(spans[at], int(rng.integers(2)))
+    with pytest.raises(ArenaFull):
+        arena.take(GIB, 2)
+    streams.finish_all()
+    assert arena.take(GIB, 2).offset == 0
 
 
 def test_b37_the_refusal_names_the_largest_free_span():
