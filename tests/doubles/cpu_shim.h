@@ -262,6 +262,23 @@ inline void run(Workgroup& g) {
   switch_to(g.main, self().context);
 }
 
+// A workgroup between launches of this module: its stacks serve whichever thread comes next. One only: stacks take two
+// memory mappings each, of which a process may have some ten thousand, and there are as many modules as kernels.
+struct Idle {
+  std::mutex mutex;
+  std::unique_ptr<Workgroup> group;
+
+  std::unique_ptr<Workgroup> take() {
+    std::lock_guard<std::mutex> hold(mutex);
+    return group ? std::move(group) : std::make_unique<Workgroup>();
+  }
+  void put(std::unique_ptr<Workgroup> used) {
+    std::lock_guard<std::mutex> hold(mutex);
+    group.swap(used);  // what was there goes after the lock
+  }
+};
+inline Idle idle;
+
 struct Shape {
   unsigned grid_x, grid_y;
   int n_threads;
@@ -276,8 +293,8 @@ inline std::string launch(void (*entry)(void*), void* arguments, const Shape& sh
   std::mutex mutex;
   std::string error;
   auto work = [&] {
-    thread_local Workgroup kept;  // its stacks serve the thread's next launch
-    Workgroup& g = kept;
+    std::unique_ptr<Workgroup> taken = idle.take();
+    Workgroup& g = *taken;
     group = &g;
     g.n_threads = shape.n_threads;
     g.step = shape.step;
@@ -295,8 +312,9 @@ inline std::string launch(void (*entry)(void*), void* arguments, const Shape& sh
       next = n_groups;
       std::lock_guard<std::mutex> hold(mutex);
       error = g.error;
-      return;
+      break;
     }
+    idle.put(std::move(taken));
   };
   const uint64_t n_cores = std::thread::hardware_concurrency();
   std::vector<std::thread> threads;
