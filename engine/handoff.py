@@ -14,6 +14,7 @@ from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.scratch import Lease
+from rocline.hip_kernels.finite import rows_finite
 from rocline.hip_kernels.rows import copy_rows, gather_rows
 
 PrefillMode = Literal["halo", "full"]
@@ -211,13 +212,20 @@ def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:
 
 
 def bad_rows(rows: HandOff) -> list[tuple[int, int]]:
-    """(sequence, position) of the first row of each span whose residual streams are not finite."""
+    """(sequence, position) of the first row of each span whose residual streams are not finite; on the host."""
     if rows.n_rows <= FEW_ROWS and rows.streams_bf16.isfinite().all():
         return []
-    streams_bf16 = rows.streams_bf16.flatten(1)
-    # Both ends of a row's range: NaN is either, and reading twice is quicker than writing a mask.
-    finite = streams_bf16.amax(1).isfinite() & streams_bf16.amin(1).isfinite()
-    if finite.all():
-        return []
-    firsts = ((span, finite[place].logical_not().nonzero()) for span, place in rows.slices())
-    return [(span.sequence, span.start + int(bad[0])) for span, bad in firsts if len(bad)]
+    finite_u8 = torch.empty(rows.n_rows, dtype=torch.uint8)
+    rows_finite(rows.streams_bf16.flatten(1), finite_u8)
+    return [] if finite_u8.all() else first_bad(rows.spans, finite_u8)
+
+
+def first_bad(spans: Iterable[RowSpan], finite_u8: Tensor) -> list[tuple[int, int]]:
+    """(sequence, position) of the first row of each span that is 0 in finite_u8 [R], on the host."""
+    found, start = [], 0
+    for span in spans:
+        bad = (finite_u8[start : start + span.n_rows] == 0).nonzero()
+        start += span.n_rows
+        if len(bad):
+            found.append((span.sequence, span.start + int(bad[0])))
+    return found

@@ -6,7 +6,8 @@ On a GPU all of it is taken here, while loading; a chunk asks for nothing but wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -19,27 +20,48 @@ from rocline.engine.layers.compressor import CompressorWeights
 from rocline.engine.layers.experts import ExpertWeights
 from rocline.engine.layers.indexer import IndexerWeights
 from rocline.engine.layers.streams import EngramWeights, MhcWeights
+from rocline.engine.marks import Clock, HostClock, StreamClock
 from rocline.engine.pages import PAGE_POSITIONS, PagePlanes
+from rocline.engine.row_checks import DeviceChecks, HostChecks, RowChecks
 from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import RingData, host_zeros
-from rocline.engine.weights import LayerWeights, ModelWeights
+from rocline.engine.sequence import host_zeros
+from rocline.engine.weights import LayerWeights, ModelWeights, SideWeights, WeightSource
 from rocline.hip_kernels.dispatch import Place, Shapes
-from rocline.hip_kernels.driver import Device, Slab, devices
+from rocline.hip_kernels.driver import Device, Event, Slab, Stream, devices
 
 DeviceKind = Literal["cpu", "hip"]
 ENDS_BYTES = 256 << 20  # of a model that runs its stages in turn: embedded rows of a chunk, and logits
 SEQUENCES_AT_ONCE = 64
 
 
+@dataclass(frozen=True)
+class Part:
+    """What of a model lives somewhere: whole layers, key/value sides of layers that run elsewhere, and whether rows
+    begin and end there."""
+
+    layers: Collection[int]
+    sides: Collection[int] = ()
+    begins: bool = True
+    ends: bool = True
+
+    @classmethod
+    def whole(cls, config: TextConfig) -> Part:
+        return cls(range(config.num_hidden_layers))
+
+
 class Home(Protocol):
     """
-    ring_data, sequences_at_once  as in Stage
-    gathers_on_host  whether Engram's table rows are gathered apart from where they are added
+    sequences_at_once  as in Stage
+    gathers_on_host    whether Engram's table rows are gathered apart from where they are added
     """
 
-    ring_data: RingData
-    sequences_at_once: int | None
-    gathers_on_host: bool
+    @property
+    def sequences_at_once(self) -> int | None: ...
+    @property
+    def gathers_on_host(self) -> bool: ...
+
+    def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype, /) -> Tensor:
+        """As in Stage."""
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
         """A stage's memory here. Raises HipError where it does not fit."""
@@ -49,8 +71,14 @@ class Home(Protocol):
     ) -> PagePlanes:
         """Pages for the rows of `sources`; the keys of `scored` are kept as the index kernels want them."""
 
-    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
-        """Weights here, as this home's operators read them; of a part of a model's layers too."""
+    def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
+        """Weights of a part here, as this home's operators read them; perhaps of more."""
+
+    def clock(self) -> Clock:
+        """For this home's thread, while it works here."""
+
+    def checks(self, most_rows: int) -> RowChecks:
+        """Of up to so many rows at a time, for a thread that works here."""
 
     def ends(self) -> StageMemory | None:
         """Memory for rows that are in no stage; None where plain host memory serves."""
@@ -59,9 +87,11 @@ class Home(Protocol):
 class HostHome:
     """In host memory, for the torch references."""
 
-    ring_data: RingData = staticmethod(host_zeros)
     sequences_at_once: int | None = None
     gathers_on_host = False
+
+    def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype, /) -> Tensor:
+        return host_zeros(shape, dtype)
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
         return StageMemory(arena_bytes, name=name, poison=poison)
@@ -76,8 +106,17 @@ class HostHome:
     ) -> PagePlanes:
         return PagePlanes(config, sources, n_pages, page_positions)
 
-    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
-        return weights
+    def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
+        if isinstance(source, ModelWeights):
+            return source
+        layers = {n: source.layer(n) for n in part.layers} | {n: source.side(n) for n in part.sides}
+        return ModelWeights(source.embed_bf16, source.norm_bf16, source.head_bf16, layers)
+
+    def clock(self) -> Clock:
+        return HostClock()
+
+    def checks(self, most_rows: int) -> RowChecks:
+        return HostChecks()
 
     def ends(self) -> StageMemory | None:
         return None
@@ -136,17 +175,28 @@ class HipHome:
         _free_with(planes, slabs)
         return planes
 
-    def weights(self, config: TextConfig, weights: ModelWeights) -> ModelWeights:
-        put, prepare = self.place.put, self.place.prepare
-        with torch.inference_mode(), self.place.work(_no_workspace):
+    def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
+        place, roles = self.place, config.layers
+        none_bf16 = torch.empty((0, config.hidden_size), dtype=torch.bfloat16)
+        with torch.inference_mode(), place.work(_no_workspace):
+            layers: dict[int, SideWeights] = {n: _layer(place, config, roles[n], source.layer(n)) for n in part.layers}
+            layers |= {n: _side(place, roles[n], source.side(n)) for n in part.sides}
             placed = ModelWeights(
-                put(weights.embed_bf16),
-                put(weights.norm_bf16),
-                prepare("head", weights.head_bf16),
-                {n: _layer(self.place, config, config.layers[n], layer) for n, layer in weights.layers.items()},
+                place.put(source.embed_bf16 if part.begins else none_bf16),
+                place.put(source.norm_bf16),
+                place.prepare("head", source.head_bf16) if part.ends else place.put(none_bf16),
+                layers,
             )
-        self.place.stream.synchronize()  # other threads' streams read them too
+        place.stream.synchronize()  # other threads' streams read them too
         return placed
+
+    def clock(self) -> Clock:
+        return StreamClock(self.place.stream)
+
+    def checks(self, most_rows: int) -> RowChecks:
+        checks = DeviceChecks(most_rows)
+        weakref.finalize(self, checks.close).atexit = False
+        return checks
 
     def __str__(self) -> str:
         return f"on {self.place}"
@@ -154,7 +204,7 @@ class HipHome:
     def ends(self) -> StageMemory | None:
         return self.memory(ENDS_BYTES, "arena of rows in no stage")
 
-    def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def ring_data(self, shape: tuple[int, ...], dtype: torch.dtype, /) -> Tensor:
         return self._zeros(self._rings, shape, dtype)
 
     def _zeros(self, slabs: list[Slab], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -163,6 +213,25 @@ class HipHome:
             zeros = slabs[-1].tensor().zero_().view(dtype).view(shape)
         self.place.stream.synchronize()  # other threads' streams read them too
         return zeros
+
+
+def fence(homes: Sequence[Home]) -> None:
+    """What any of these homes of one device queues from now on comes after all that they have queued by now.
+
+    Called by any thread. Nobody waits.
+    """
+    events: list[Event] = []
+    streams: list[Stream] = []
+    for home in homes:
+        if isinstance(home, HipHome):
+            streams.append(home.place.stream)
+    for stream in streams:
+        with stream:
+            events.append(Event().record())
+    for waiting in streams:
+        for stream, event in zip(streams, events, strict=True):
+            if stream is not waiting:
+                waiting.wait(event)
 
 
 def shapes_of(config: TextConfig) -> Shapes:
@@ -206,12 +275,12 @@ def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeig
     def fp8(weight: Any) -> Any:
         return prepare("fp8_linear", weight)
 
-    attention, experts, compressor = weights.attention, weights.experts, weights.compressor
-    indexer, engram = weights.indexer, weights.engram
+    attention, experts, indexer, engram = weights.attention, weights.experts, weights.indexer, weights.engram
     routed, shared = prepare("experts", experts.routed, experts.shared)
-    latent = "f32_linear" if role.ratio == 2 else "bf16_linear"
+    side = _side(place, role, weights)
     return LayerWeights(
-        put(weights.attn_norm_bf16),
+        side.attn_norm_bf16,
+        side.compressor,
         put(weights.ffn_norm_bf16),
         mhc("mhc_enter", weights.hc_attn),
         mhc("mhc_merge_enter", weights.hc_ffn),
@@ -226,6 +295,16 @@ def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeig
             put(attention.sink_f32),
         ),
         ExpertWeights(prepare("router", experts.gate_bf16), put(experts.bias_f32), routed, shared),
+        indexer and IndexerWeights(fp8(indexer.wq_b), prepare("index_weights", indexer.weights_proj_bf16)),
+        engram and EngramWeights(fp8(engram.wkv), put(engram.q_bf16), put(engram.k_bf16), engram.table),
+    )
+
+
+def _side(place: Place, role: LayerRole, weights: SideWeights) -> SideWeights:
+    put, prepare, compressor = place.put, place.prepare, weights.compressor
+    latent = "f32_linear" if role.ratio == 2 else "bf16_linear"
+    return SideWeights(
+        put(weights.attn_norm_bf16),
         compressor
         and CompressorWeights(
             prepare(latent, compressor.wkv_bf16),
@@ -234,6 +313,4 @@ def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeig
             prepare("index_key", compressor.wk_bf16),
             put(compressor.k_norm_bf16),
         ),
-        indexer and IndexerWeights(fp8(indexer.wq_b), prepare("index_weights", indexer.weights_proj_bf16)),
-        engram and EngramWeights(fp8(engram.wkv), put(engram.q_bf16), put(engram.k_bf16), engram.table),
     )

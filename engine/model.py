@@ -21,7 +21,7 @@ from rocline.engine.config import ModelConfig
 from rocline.engine.engram import load_id_map
 from rocline.engine.engram_ahead import GatheredLate
 from rocline.engine.handoff import PrefillMode, Reach, RowKind, RowSpan, reach_for
-from rocline.engine.home import DeviceKind, HipHome, Home, HostHome
+from rocline.engine.home import DeviceKind, HipHome, Home, HostHome, Part
 from rocline.engine.layers.head import Logits, embed_rows, final_logits, lookback_rows
 from rocline.engine.pages import PAGE_POSITIONS, Pages, scored_sources
 from rocline.engine.record import Recorder, ignore
@@ -99,7 +99,7 @@ class Model:
         self.config = config
         self.weights = weights
         self.home: Home = home or HostHome()
-        self.placed = self.home.weights(config.text_config, weights)
+        self.placed = self.home.weights(config.text_config, weights, Part.whole(config.text_config))
         self._ends = self.home.ends()
         tokens = kv_tokens or config.text_config.max_position_embeddings
         self.pages = Pages(-(-tokens // page_positions), page_positions)
@@ -317,7 +317,7 @@ class Model:
 
     def engram_rows(self, spans: Sequence[RowSpan], ids: Mapping[int, Sequence[int]]) -> GatheredLate | None:
         """Table rows for embed_rows of these; None where the layers gather their own."""
-        tables = {layer: w.engram.table for layer, w in self.weights.layers.items() if w.engram}
+        tables = self.weights.engram_tables
         if not (tables and self.home.gathers_on_host):
             return None
         return GatheredLate(tables, lookback_rows(self.config.text_config, spans, ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from rocline.engine.rope_rows import RopeRows, RopeTables
 from rocline.engine.routes import Route, StageLayers
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import Ring, RingData, RingRoom, Rings, SequenceState, host_zeros, ring_slots
-from rocline.engine.weights import LayerWeights
+from rocline.engine.weights import LayerWeights, SideWeights
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import layer_kind
 
@@ -30,6 +30,7 @@ class Stage:
 
     planes           of the stage's device, shared with the other stages on it: they hold what the routes store
     memory           slab for temporaries and hand-offs
+    weights          by layer; of one that only has its key/value side here that is enough
     routes           of each visit, from routes.routes
     shared_key_slot  reproduce the reference's decode defect (backbone.md section 7): index sources score
                      whatever keys were written last. Only for comparing with its recorded data.
@@ -40,7 +41,7 @@ class Stage:
         self,
         config: ModelConfig,
         visits: Sequence[StageLayers],
-        weights: dict[int, LayerWeights],
+        weights: Mapping[int, SideWeights],
         planes: PagePlanes,
         memory: StageMemory,
         routes: Sequence[Route],
@@ -175,12 +176,13 @@ class Stage:
 
     def _run_layer(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
         role, weights, config = self.config.layers[layer], self.weights[layer], self.config
-        if role.engram is not None and layer in work.layers:
+        if role.engram is not None and layer in work.layers and isinstance(weights, LayerWeights):
             rows = self._engram(role, weights, rows, record)
         if layer in work.kv_sides:
             rows = self._kv_side(role, weights, rows, record)
         if layer not in work.layers:
             return rows
+        assert isinstance(weights, LayerWeights), f"of layer {layer} only the key/value side is here"
         record(layer, "x_in", rows.streams_bf16)
         record(layer, "pre_in", rows.pre_f32)
         rows, out_bf16, mixed = self._attention(role, weights, rows, record)
@@ -208,7 +210,7 @@ class Stage:
             rows = replace(rows, engram=None)
         return rows
 
-    def _kv_side(self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder) -> HandOff:
+    def _kv_side(self, role: LayerRole, weights: SideWeights, rows: HandOff, record: Recorder) -> HandOff:
         """Compressed rows and index keys of all rows present; then only those go on that the layer itself needs."""
         assert weights.compressor is not None
         config = self.config

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -33,28 +33,127 @@ NOT_LOADED: tuple[Component, ...] = (
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One layer. compressor only at key/value sources, indexer only at index sources, engram at its layers."""
+class SideWeights:
+    """What the key/value side of a layer reads. compressor only at key/value sources."""
 
     attn_norm_bf16: Tensor
+    compressor: CompressorWeights | None
+
+
+@dataclass(frozen=True)
+class LayerWeights(SideWeights):
+    """One layer. indexer only at index sources, engram at its layers."""
+
     ffn_norm_bf16: Tensor
     hc_attn: MhcWeights
     hc_ffn: MhcWeights
     attention: AttentionWeights
     experts: ExpertWeights
-    compressor: CompressorWeights | None
     indexer: IndexerWeights | None
     engram: EngramWeights | None
 
 
+class WeightSource(Protocol):
+    """Where a model's weights come from, by piece: embed_bf16, head_bf16 [V, D], norm_bf16 [D], layers."""
+
+    @property
+    def embed_bf16(self) -> Tensor: ...
+    @property
+    def norm_bf16(self) -> Tensor: ...
+    @property
+    def head_bf16(self) -> Tensor: ...
+    def layer(self, layer: int) -> LayerWeights: ...
+    def side(self, layer: int) -> SideWeights: ...
+
+
 @dataclass(frozen=True)
 class ModelWeights:
-    """embed_bf16, head_bf16 [V, D], norm_bf16 [D], and the layers by id."""
+    """embed_bf16, head_bf16 [V, D], norm_bf16 [D], and the layers by id; of a part of a model, empty ends and the
+    sides alone of layers that run elsewhere."""
 
     embed_bf16: Tensor
     norm_bf16: Tensor
     head_bf16: Tensor
-    layers: dict[int, LayerWeights]
+    layers: Mapping[int, SideWeights]
+
+    def layer(self, layer: int) -> LayerWeights:
+        weights = self.layers[layer]
+        assert isinstance(weights, LayerWeights)
+        return weights
+
+    def side(self, layer: int) -> SideWeights:
+        return self.layers[layer]
+
+    @property
+    def engram_tables(self) -> dict[int, EngramTable]:
+        """By layer."""
+        return {n: w.engram.table for n, w in self.layers.items() if isinstance(w, LayerWeights) and w.engram}
+
+
+class StoredWeights:
+    """Weights that are read from a checkpoint, and checked, when they are asked for: a GPU's are never all on the host.
+
+    id_map   compressed id of every token (engram.compressed_id_map)
+    engram   "ram" reads the tables, "mmap" leaves them in the file
+    advance  called with bytes read
+
+    Every attribute reads anew and raises CheckpointError naming a tensor with values that no exact product can come
+    from. finish() raises it for one left unread.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: TextConfig,
+        id_map: np.ndarray,
+        engram: EngramHome = "ram",
+        advance: Callable[[int], None] = lambda n_bytes: None,
+    ) -> None:
+        self._checkpoint, self._config, self._id_map = checkpoint, config, id_map
+        self._advance = advance
+        components = {name: stored.spec.component for name, stored in checkpoint.tensors.items()}
+        self._served = {name: part for name, part in components.items() if part not in NOT_LOADED}
+        self._mapped = {name for name, part in self._served.items() if engram == "mmap" and _is_table(name, part)}
+
+    @property
+    def embed_bf16(self) -> Tensor:
+        return self.read(["embed.weight"])["embed.weight"]
+
+    @property
+    def norm_bf16(self) -> Tensor:
+        return self.read(["norm.weight"])["norm.weight"]
+
+    @property
+    def head_bf16(self) -> Tensor:
+        return self.read(["head.weight"])["head.weight"]
+
+    def layer(self, layer: int) -> LayerWeights:
+        prefix = f"layers.{layer}."
+        names = [name for name in self._served if name.startswith(prefix)]
+        return _layer(self.read(names), self._config, layer, self._id_map)
+
+    def side(self, layer: int) -> SideWeights:
+        prefix = f"layers.{layer}.attn"
+        parts = prefix + "_norm.", prefix + ".compressor.", prefix + ".indexer.wk.", prefix + ".indexer.k_norm."
+        return _side(self.read([name for name in self._served if name.startswith(parts)]), self._config, layer)
+
+    def all(self) -> ModelWeights:
+        return model_weights(self.read(self._served), self._config, self._id_map)
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors by name; those of routed experts are stacks too, named as `stack_of` says."""
+        loaded = _read(self._checkpoint, self._config, [n for n in names if n not in self._mapped], self._advance)
+        mapped = self._mapped.intersection(names)
+        for name in mapped:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                loaded[name] = torch.from_numpy(self._checkpoint.map_plane(name))  # only ever gathered from
+        _check_values(loaded, skip=mapped)
+        return loaded
+
+    def finish(self) -> None:
+        """Everything has been asked for: nothing is left unread but the components not served."""
+        self._checkpoint.finish(NOT_LOADED)
 
 
 def load_weights(
@@ -64,26 +163,11 @@ def load_weights(
     engram: EngramHome = "ram",
     advance: Callable[[int], None] = lambda n_bytes: None,
 ) -> ModelWeights:
-    """Read every backbone tensor, check its values, and leave nothing unread but the components not served.
-
-    id_map   compressed id of every token (engram.compressed_id_map)
-    engram   "ram" reads the tables, "mmap" leaves them in the file
-    advance  called with bytes read
-
-    Raises CheckpointError naming a tensor with values that no exact product can come from, or left unread.
-    """
-    mapped = {name for name, t in checkpoint.tensors.items() if engram == "mmap" and _is_table(name, t.spec.component)}
-    names = [
-        name for name, t in checkpoint.tensors.items() if t.spec.component not in NOT_LOADED and name not in mapped
-    ]
-    loaded = _read(checkpoint, config, names, advance)
-    for name in mapped:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            loaded[name] = torch.from_numpy(checkpoint.map_plane(name))  # only ever gathered from
-    _check_values(loaded, skip=mapped)
-    checkpoint.finish(NOT_LOADED)
-    return model_weights(loaded, config, id_map)
+    """All of a checkpoint's weights, in host memory; arguments and errors as of StoredWeights."""
+    stored = StoredWeights(checkpoint, config, id_map, engram, advance)
+    weights = stored.all()
+    stored.finish()
+    return weights
 
 
 def model_weights(loaded: Mapping[str, Tensor], config: TextConfig, id_map: np.ndarray) -> ModelWeights:
@@ -154,15 +238,7 @@ def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map:
     def mhc(name: str) -> MhcWeights:
         return MhcWeights(get(name + "_fn"), get(name + "_scale"), get(name + "_base"))
 
-    compressor = indexer = engram = None
-    if role.owns_rows:
-        compressor = CompressorWeights(
-            get("attn.compressor.wkv.weight"),
-            get("attn.compressor.wgate.weight") if role.ratio == 2 else None,
-            get("attn.compressor.norm.weight"),
-            get("attn.indexer.wk.weight"),
-            get("attn.indexer.k_norm.weight"),
-        )
+    indexer = engram = None
     if role.has_indexer:
         indexer = IndexerWeights(fp8("attn.indexer.wq_b"), get("attn.indexer.weights_proj.weight"))
     if role.engram is not None:
@@ -174,8 +250,10 @@ def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map:
             config.engram_pad_token_id,
         )
         engram = EngramWeights(fp8("engram.wkv"), get("engram.q_weight"), get("engram.k_weight"), table)
+    side = _side(loaded, config, layer)
     return LayerWeights(
-        get("attn_norm.weight"),
+        side.attn_norm_bf16,
+        side.compressor,
         get("ffn_norm.weight"),
         mhc("hc_attn"),
         mhc("hc_ffn"),
@@ -195,7 +273,24 @@ def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map:
             (fp4("ffn.experts.*.w1"), fp4("ffn.experts.*.w3"), fp4("ffn.experts.*.w2")),
             (fp8("ffn.shared_experts.w1"), fp8("ffn.shared_experts.w3"), fp8("ffn.shared_experts.w2")),
         ),
-        compressor,
         indexer,
         engram,
     )
+
+
+def _side(loaded: Mapping[str, Tensor], config: TextConfig, layer: int) -> SideWeights:
+    role, prefix = config.layers[layer], f"layers.{layer}."
+
+    def get(name: str) -> Tensor:
+        return loaded[prefix + name]
+
+    compressor = None
+    if role.owns_rows:
+        compressor = CompressorWeights(
+            get("attn.compressor.wkv.weight"),
+            get("attn.compressor.wgate.weight") if role.ratio == 2 else None,
+            get("attn.compressor.norm.weight"),
+            get("attn.indexer.wk.weight"),
+            get("attn.indexer.k_norm.weight"),
+        )
+    return SideWeights(get("attn_norm.weight"), compressor)

@@ -23,6 +23,7 @@ from rocline.hip_kernels.compressor_hip import compressed_row_hip, pool_pairs_hi
 from rocline.hip_kernels.embedding import embedding_hip
 from rocline.hip_kernels.engram_hip import engram_decode_hip, engram_gate_hip
 from rocline.hip_kernels.experts_hip import ExpertRoom, ExpertWeights, experts_hip, prepare_fp4_weight
+from rocline.hip_kernels.finite import rows_finite_hip
 from rocline.hip_kernels.grouped_projection_hip import grouped_projection_hip
 from rocline.hip_kernels.head_hip import head_hip
 from rocline.hip_kernels.index_prepared import index_prepare_hip
@@ -313,6 +314,7 @@ KERNELS: Mapping[str, Callable[..., None]] = {
     "rmsnorm": rmsnorm_hip,
     "rope": rope_hip,
     "router": _router,
+    "rows_finite": rows_finite_hip,
     "sample": _sample,
     "window_row": window_row_hip,
 }

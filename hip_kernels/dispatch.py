@@ -71,7 +71,7 @@ _FITS: tuple[tuple[tuple[str, ...], Callable[[Shapes], bool], str], ...] = (
     ),
     (_MHC, lambda s: s.n_streams == 4 and s.hidden % 16 == 0, "4 streams of a multiple of 16 channels"),
     (("engram_gate",), lambda s: s.n_streams == 4 and s.hidden % 8 == 0, "4 streams of a multiple of 8 channels"),
-    (("embedding",), lambda s: s.hidden % 8 == 0, "a multiple of 8 channels"),
+    (("embedding", "rows_finite"), lambda s: s.hidden % 8 == 0, "a multiple of 8 channels"),
     (("rope",), lambda s: s.head_dim % 8 == 0 and s.rope_dim % 8 == 0, "multiples of 8 channels"),
     (
         ("router",),

@@ -323,7 +323,7 @@ def _check_operators(model: Model, trace: Trace, find: Findings) -> None:
 
 def _row_operators(model: Model, trace: Trace, role: LayerRole, tables: RopeTables, want: Fields) -> Fields:
     """Projections, rows and experts of one layer, each from its own recorded input."""
-    config, weights = trace.config, model.placed.layers[role.layer]
+    config, weights = trace.config, model.placed.layer(role.layer)
     want = {name: scratch.upload(value) for name, value in want.items() if name in ("u_attn", "u_ffn", "qr", "lat")}
     turn = tables.rows(torch.arange(trace.n_rows, dtype=torch.int32), role.ratio)
     out: Fields = {}
