@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,15 @@ from rocline.engine.engram import load_id_map
 from rocline.engine.engram_ahead import EngramAhead, Gathered
 from rocline.engine.generation import check_prompt
 from rocline.engine.handoff import HandOff, reach_for
+from rocline.engine.home import Home, fence
 from rocline.engine.layers.head import embed_rows, lookback_rows
-from rocline.engine.pages import PAGE_POSITIONS, PagePlanes, Pages
-from rocline.engine.routes import routes
+from rocline.engine.pages import PAGE_POSITIONS, Pages
+from rocline.engine.row_checks import BadRow
 from rocline.engine.sampling import SamplerState
-from rocline.engine.scratch import StageMemory
-from rocline.engine.stage import Stage, StageLayers
-from rocline.engine.weights import ModelWeights, load_weights
+from rocline.engine.weights import ModelWeights, StoredWeights, WeightSource
+from rocline.pipeline.assembly import Assembly, assemble, lay_out
 from rocline.pipeline.costs import CostModel
 from rocline.pipeline.options import Options
-from rocline.pipeline.placement import Placement, host_placement
 from rocline.pipeline.request import (
     EngineError,
     FinishReason,
@@ -45,21 +44,18 @@ from rocline.pipeline.request import (
     RequestFailed,
     Summary,
 )
-from rocline.pipeline.schedule import Entry, Job, Limits, Schedule
+from rocline.pipeline.schedule import MAX_STEP_ROWS, Entry, Job, Limits, Schedule
 from rocline.pipeline.simulate import best_groups
 from rocline.pipeline.stats import StageStats, State, Stats
 from rocline.pipeline.stream import Stream
 from rocline.pipeline.timeline import Intervals, Timeline
-from rocline.pipeline.transport import InProcess
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 from rocline.pipeline.worker import Task, Worker
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 CLOSE_S = 30.0
 HANG_FLOOR_S = 30.0
-CUT_CONTEXT = 8192  # for which stages on the host are cut, where a request may be longer
 
 
 @dataclass(eq=False)
@@ -88,6 +84,7 @@ class _Running:
 class Engine:
     """A loaded model that serves requests. Thread-safe.
 
+    source          of the weights; where stages run on GPUs, each piece is asked for once and is not kept
     on_failure      called once, from any thread, when only a restart helps: a stage failed or hangs
     page_positions  positions of a KV page
     poison          as in StageMemory (tests)
@@ -97,7 +94,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ModelWeights,
+        source: WeightSource,
         options: Options,
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
@@ -105,12 +102,14 @@ class Engine:
         poison: bool = False,
         hang_floor_s: float = HANG_FLOOR_S,
     ) -> None:
-        """Raises PlacementError when the model cannot be cut as `options` say."""
+        """Raises PlacementError when the model cannot be cut as `options` say or does not fit, HipError and
+        DispatchError where GPUs cannot be used so, and what reading the source raises."""
         text = config.text_config
         self.config, self.options = config, options
         self.context = min(options.context or text.max_position_embeddings, text.max_position_embeddings)
-        self.placement = _placement(config, options, self.context)
-        self.weights, self._on_failure = weights, on_failure
+        kv_tokens = options.kv_tokens or 2 * self.context
+        layout = lay_out(config, options, self.context, kv_tokens)
+        self.placement, self._on_failure = layout.placement, on_failure
         self._lock = threading.Condition(threading.Lock())
         self._state, self._reason = State.STARTING, ""
         self._running: dict[int, _Running] = {}
@@ -119,7 +118,7 @@ class Engine:
         self._opened_s = time.monotonic()
 
         model = CostModel(config)
-        n_pages = -(-(options.kv_tokens or 2 * self.context) // page_positions)
+        n_pages = -(-kv_tokens // page_positions)
         limits = Limits(
             chunk_rows=options.chunk_rows,
             mixed_chunk_rows=min(options.mixed_chunk_rows, options.chunk_rows),
@@ -133,8 +132,9 @@ class Engine:
         self._schedule = Schedule(limits, self._pages, partial(reach_for, text))
         self._timeline = Timeline(options.stages)
         self._watchdog = Watchdog(options.stages, self._on_hang, floor_s=hang_floor_s)
-        self._workers = self._make_workers(poison)
-        tables = {n: layer.engram.table for n, layer in weights.layers.items() if layer.engram}
+        self._assembly = assemble(config, source, options, layout, self._pages, poison)
+        self._workers = self._make_workers(self._assembly)
+        tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
         self._ahead = EngramAhead(tables) if tables else None
         visits = [stage.visits for stage in self.placement.stages]
         self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
@@ -142,30 +142,16 @@ class Engine:
             worker.start()
         self._state = State.READY
 
-    def _make_workers(self, poison: bool) -> list[Worker]:
-        config, options, path = self.config, self.options, self.placement.path
-        devices = [stage.device for stage in self.placement.stages]
-        of_visit = dict(zip(path, routes(config, [(devices[stage], visit) for stage, visit in path]), strict=True))
+    def _make_workers(self, assembly: Assembly) -> list[Worker]:
         predictor = StepPredictor()
-        planes: dict[int, PagePlanes] = {}
-        for device in sorted(set(devices)):
-            on_device = [stage.visits for stage in self.placement.stages if stage.device == device]
-            sources = _sources(config, [visit for visits in on_device for visit in visits])
-            planes[device] = PagePlanes(config.text_config, sources, self._pages.n_pages, self._pages.page_positions)
-        workers = []
-        for number, placed in enumerate(self.placement.stages):
-            memory = StageMemory(int(options.arena_gib * GIB), name=f"arena of stage {number}", poison=poison)
-            stage = Stage(
-                config,
-                placed.visits,
-                self.weights.layers,
-                planes[placed.device],
-                memory,
-                [of_visit[number, visit] for visit in placed.visits],
+        most_rows = max(self.options.chunk_rows, MAX_STEP_ROWS)
+        shared = assembly.transport, self._timeline, self._watchdog, predictor
+        return [
+            Worker(number, placed.device, stage, home, most_rows, self, *shared)
+            for number, (placed, stage, home) in enumerate(
+                zip(self.placement.stages, assembly.stages, assembly.homes, strict=True)
             )
-            worker = Worker(number, placed.device, stage, self, InProcess(), self._timeline, self._watchdog, predictor)
-            workers.append(worker)
-        return workers
+        ]
 
     @classmethod
     def open(
@@ -178,13 +164,21 @@ class Engine:
     ) -> Engine:
         """Check and read a checkpoint folder, and start its stages.
 
-        advance  called with bytes read. Raises ConfigError, CheckpointError or PlacementError.
+        advance  called with bytes read. Raises ConfigError, CheckpointError, PlacementError, HipError, DispatchError.
         """
         config = ModelConfig.load(folder)
         with Checkpoint.open(folder, config) as checkpoint:
             id_map = load_id_map(folder, config.text_config)
-            weights = load_weights(checkpoint, config.text_config, id_map, options.engram, advance)
-        return cls(config, weights, options, on_failure=on_failure)
+            stored = StoredWeights(checkpoint, config.text_config, id_map, options.engram, advance)
+            source = stored.all() if options.device == "cpu" else stored
+            engine = cls(config, source, options, on_failure=on_failure)
+            stored.finish()
+            return engine
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Of the first stage's device; on the host of the whole model."""
+        return self._assembly.weights[0]
 
     # For callers
 
@@ -220,6 +214,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """This moment's figures, without waiting for the stages."""
+        self._look()
         with self._lock:
             schedule = self._schedule
             return Stats(
@@ -244,6 +239,7 @@ class Engine:
 
     def timeline(self) -> Intervals:
         """What each stage did when, as far back as is kept."""
+        self._look()
         return self._timeline.intervals()
 
     def record_arena(self, stage: int) -> Recorder:
@@ -272,7 +268,9 @@ class Engine:
         self._watchdog.close()
         if self._ahead:
             self._ahead.close()
-        if not all(stopped):
+        if all(stopped):
+            self._assembly.transport.close()
+        else:
             log.error("stages %s did not stop in %.0f s", [n for n, ok in enumerate(stopped) if not ok], CLOSE_S)
 
     # For workers (worker.Line)
@@ -281,15 +279,15 @@ class Engine:
         return not any(entry.number in self._running for entry in job.entries)
 
     def first_rows(self, task: Task) -> HandOff:
-        job = task.job
-        return embed_rows(self.config.text_config, self.weights.embed_bf16, job.spans, _ids(job), task.engram)
+        job, weights = task.job, self._assembly.weights[self._path[0][0]]
+        return embed_rows(self.config.text_config, weights.embed_bf16, job.spans, _ids(job), task.engram)
 
     def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
         if task.place < len(self._path) - 1:
             return {} if rows.is_spent else None
         job = task.job
         asks = {entry.number: self._ask(entry, span.end) for entry, span in zip(job.entries, job.spans, strict=True)}
-        return answer(self.config.text_config, self.weights, rows, asks)
+        return answer(self.config.text_config, self._assembly.weights[self._path[-1][0]], rows, asks)
 
     def _ask(self, entry: Entry, end: int) -> Ask:
         running = self._running.get(entry.number)
@@ -309,6 +307,7 @@ class Engine:
         self._put(task)
 
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
+        self._look()  # what the job's earlier visits have found is known by now
         with self._lock:
             told = []
             for entry, span in zip(job.entries, job.spans, strict=True):
@@ -320,7 +319,12 @@ class Engine:
                 self._tell(running, news)
             self._advance()
 
-    def bad(self, worker: Worker, rows: list[tuple[int, int]]) -> None:
+    def _look(self) -> None:
+        for worker in self._workers:
+            if bad := worker.look():
+                self.bad(worker, bad)
+
+    def bad(self, worker: Worker, rows: list[BadRow]) -> None:
         with self._lock:
             for sequence, position in rows:
                 self._fail_request(
@@ -356,9 +360,12 @@ class Engine:
         now_s, jobs = time.monotonic(), []
         while job := self._schedule.next_job(now_s):
             jobs.append(job)
-        for entry in self._schedule.retired():
+        retired = self._schedule.retired()
+        for entry in retired:
             for worker in self._workers:
                 worker.stage.close(entry.number)
+        if retired:
+            self._fence()
         for entry in self._schedule.opened():
             for worker in self._workers:
                 worker.stage.open(entry.number, entry.page_table)
@@ -366,6 +373,14 @@ class Engine:
             self._put(Task(job, self._gathered(job)))
         if self._schedule.is_idle:
             self._lock.notify_all()
+
+    def _fence(self) -> None:
+        """Pages that came back go to others, and on a card with several stages one may still be at work in them."""
+        homes: dict[int, list[Home]] = {}
+        for placed, home in zip(self.placement.stages, self._assembly.homes, strict=True):
+            homes.setdefault(placed.device, []).append(home)
+        for on_device in homes.values():
+            fence(on_device)
 
     def _gathered(self, job: Job) -> Gathered | None:
         """Table rows for the job, which the host begins to gather now that its ids are known."""
@@ -443,20 +458,6 @@ class Engine:
             self._lock.notify_all()
         log.error("%s", reason)
         self._on_failure(reason)
-
-
-def _sources(config: ModelConfig, visits: Iterable[StageLayers]) -> set[int]:
-    """Key/value sources whose rows some visit reads or makes."""
-    text, sources = config.text_config, set[int]()
-    for visit in visits:
-        sources |= visit.kv_sides | {s for layer in visit.layers if (s := text.layers[layer].kv_source) is not None}
-    return sources
-
-
-def _placement(config: ModelConfig, options: Options, context: int) -> Placement:
-    model = CostModel(config)
-    cut_context = min(context, CUT_CONTEXT)
-    return host_placement(model, options.placement, options.stage_devices, cut_context, options.chunk_rows)
 
 
 def _stage_stats(worker: Worker) -> StageStats:

@@ -101,12 +101,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement that fits, with the memory of each device. `request.drafts` is "on" or "off"."""
+    """A placement that fits, with the memory of each device and the arena of each stage. `request.drafts` is "on" or
+    "off"."""
 
     request: Request
     model: CostModel
     placement: Placement
     memory: tuple[DeviceMemory, ...]
+    arena_bytes: tuple[int, ...]
 
 
 def make_plan(config: ModelConfig, request: Request) -> Plan:
@@ -124,7 +126,8 @@ def _fit(config: ModelConfig, request: Request) -> Plan | None:
     memory = _Memory(config, request)
     if not (placement := memory.placer().choose()):
         return None
-    return Plan(request, memory.model, placement, memory.devices(placement))
+    arena_bytes = tuple(memory.arena_bytes(stage.visits) for stage in placement.stages)
+    return Plan(request, memory.model, placement, memory.devices(placement), arena_bytes)
 
 
 def _check(config: ModelConfig, request: Request) -> None:
@@ -199,7 +202,7 @@ class _Memory:
             kv=round(positions * kv_row_bytes) + self._ring_bytes(visits),
             prepared=round(positions * prepared_row_bytes),
             graphs=sum(map(self._graph_bytes, stages)),
-            arena=sum(map(self._arena_bytes, stages)),
+            arena=sum(map(self.arena_bytes, stages)),
             kv_row_bytes=kv_row_bytes,
             prepared_row_bytes=prepared_row_bytes,
         )
@@ -245,7 +248,7 @@ class _Memory:
         span_bytes = self._slab_bytes(self._step_slabs, STEP_ROWS[-1], visits, SPARE_HANDOFFS)
         return span_bytes + GRAPH_BYTES * len(STEP_ROWS) * len(visits)
 
-    def _arena_bytes(self, visits: Sequence[StageLayers]) -> int:
+    def arena_bytes(self, visits: Sequence[StageLayers]) -> int:
         """A stage's visits run one at a time, while what each has sent may wait for its receiver."""
         n_handoffs = SPARE_HANDOFFS + WAITING_HANDOFFS * len(visits)
         return self._slab_bytes(self._chunk_slabs, self.request.chunk_rows, visits, n_handoffs)

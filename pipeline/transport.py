@@ -55,8 +55,14 @@ class Transport(Protocol):
     def receive(self, sent: HandOff, source_device: int, target_device: int, memory: StageMemory) -> HandOff:
         """A copy of `sent` in the innermost scope of `memory`, which is on the target device. Raises ArenaFull."""
 
+    def has_left(self, sent: HandOff) -> bool:
+        """Whether the copies made of a released hand-off have completed: its memory is its sender's again."""
+
     def settle(self) -> None:
         """Wait until every copy has completed and what was released is given back."""
+
+    def close(self) -> None:
+        """Settle, and free what the transport holds. No call may follow."""
 
 
 class InProcess:
@@ -69,7 +75,13 @@ class InProcess:
         with scratch.use(memory):
             return sent.copied()
 
+    def has_left(self, sent: HandOff) -> bool:
+        return True
+
     def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -165,6 +177,9 @@ class PeerCopies:
         finally:
             wait_for(copied)
         return received
+
+    def has_left(self, sent: HandOff) -> bool:
+        return not isinstance(sent.lease, _SentLease) or all(event.done() for event in sent.lease.copies)
 
     def settle(self) -> None:
         with self._lock:

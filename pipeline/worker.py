@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rocline.engine import scratch
 from rocline.engine.answer import Answer
 from rocline.engine.engram_ahead import Gathered
-from rocline.engine.handoff import HandOff, bad_rows
+from rocline.engine.handoff import HandOff
+from rocline.engine.home import Home
+from rocline.engine.marks import Moment
+from rocline.engine.row_checks import BadRow
 from rocline.engine.stage import Stage
 from rocline.pipeline.lanes import Lanes
 from rocline.pipeline.schedule import Job
 from rocline.pipeline.timeline import Kind, Timeline
 from rocline.pipeline.transport import Transport
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
+
+POLL_S = 1e-4  # between two looks at a hand-off that a device is still copying
 
 
 @dataclass(eq=False, slots=True)
@@ -72,16 +77,32 @@ class Line(Protocol):
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
         """The job's rows have gone as far as they go, or nobody wants them."""
 
-    def bad(self, worker: Worker, rows: list[tuple[int, int]]) -> None:
-        """Rows (sequence, position) whose residual streams are not finite after the worker's visit."""
+    def bad(self, worker: Worker, rows: list[BadRow]) -> None:
+        """Rows whose residual streams are not finite after the worker's visit."""
 
     def failed(self, worker: Worker, job: Job | None, error: Exception) -> None:
         """A visit has raised: its sequences' state on this stage is lost. Without a job: the worker itself has."""
 
 
+class _Lasting(NamedTuple):
+    """Something that is done when its end has come; is_outer: not inside another."""
+
+    start: Moment
+    end: Moment
+    visit: int
+    kind: Kind
+    job: int
+    n_rows: int
+    is_outer: bool
+
+
 class Worker:
     """Runs one stage. The decode steps that wait run first, and between two layers of a chunk.
 
+    On a GPU the thread is ahead of the stage: what it has queued is done later, and look() says what came of it.
+
+    home       that the stage lives in
+    most_rows  of a task
     transport, timeline, watchdog, predictor  shared by all workers; of the last three each uses its stage's part
     """
 
@@ -90,6 +111,8 @@ class Worker:
         number: int,
         device: int,
         stage: Stage,
+        home: Home,
+        most_rows: int,
         line: Line,
         transport: Transport,
         timeline: Timeline,
@@ -97,13 +120,17 @@ class Worker:
         predictor: StepPredictor,
     ) -> None:
         self.number, self.device, self.stage = number, device, stage
-        self.is_busy = False
         self.busy_s = 0.0
         self.n_steps = 0
         self._line, self._transport, self._timeline = line, transport, timeline
         self._watchdog, self._predictor = watchdog, predictor
         self._lanes: Lanes[Task] = Lanes(len(stage.visits))
         self._uncopied = [0] * len(stage.visits)  # chunks made and not yet copied by who is next
+        self._sent: list[HandOff | None] = [None] * len(stage.visits)  # the latest chunk of each visit
+        self._clock, self._checks = home.clock(), home.checks(most_rows)
+        self._is_performing = False
+        self._lasting: deque[_Lasting] = deque()  # not known yet to be done, by end
+        self._looking = threading.Lock()
         self._door = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"stage {number}", daemon=True)
@@ -123,6 +150,23 @@ class Worker:
             self._door.notify()
 
     @property
+    def is_busy(self) -> bool:
+        return self._is_performing or bool(self._lasting)
+
+    def look(self) -> list[BadRow]:
+        """What the device has done since the last look goes on the timeline. Bad rows found since then. Any thread."""
+        with self._looking:
+            while self._lasting:
+                of = self._lasting[0]
+                if (end_ns := of.end()) is None or (start_ns := of.start()) is None:
+                    break
+                self._timeline.record(start_ns, end_ns, self.number, of.visit, of.kind, of.job, of.n_rows)
+                if of.is_outer:
+                    self.busy_s += (end_ns - start_ns) * 1e-9
+                self._lasting.popleft()
+        return self._checks.found()
+
+    @property
     def n_waiting(self) -> int:
         return len(self._lanes)
 
@@ -139,20 +183,28 @@ class Worker:
         torch.set_num_threads(1)  # a row's bits must not depend on how many threads added it up
         try:
             while found := self._next():
-                self.is_busy = True
-                self.busy_s += self._perform(*found)
-                self.is_busy = False
+                self._is_performing = True
+                self._perform(*found)
+                self._is_performing = False
         except Exception as error:  # the engine's own: without this thread everything would wait for ever
             self._line.failed(self, None, error)
 
     def _next(self) -> tuple[int, Task] | None:
         with self._door:
             while not self._closing:
-                blocked = [visit for visit, n_chunks in enumerate(self._uncopied) if n_chunks]
+                on_their_way = [visit for visit, sent in enumerate(self._sent) if sent and not self._has_left(visit)]
+                blocked = [*on_their_way, *(visit for visit, n_chunks in enumerate(self._uncopied) if n_chunks)]
                 if found := self._lanes.next(blocked):
                     return found
-                self._door.wait()
+                self._door.wait(POLL_S if on_their_way and len(self._lanes) else None)
         return None
+
+    def _has_left(self, visit: int) -> bool:
+        """Whether the visit's last chunk is copied, on the device too: the memory it lay in is free again."""
+        sent = self._sent[visit]
+        if sent and not self._uncopied[visit] and self._transport.has_left(sent):
+            self._sent[visit] = None
+        return self._sent[visit] is None
 
     def _steps_between(self) -> None:
         while True:
@@ -160,29 +212,29 @@ class Worker:
                 found = None if self._closing else self._lanes.next_step()
             if not found:
                 return
-            self._perform(*found)
+            self._perform(*found, is_outer=False)
 
-    def _perform(self, visit: int, task: Task) -> float:
-        """One visit of one task, and the news of it. Seconds that the stage was busy."""
+    def _perform(self, visit: int, task: Task, is_outer: bool = True) -> None:
+        """One visit of one task, and the news of it."""
         job, line, number = task.job, self._line, self.number
         if line.is_stale(job):
             task.end()
             line.done(job, {})
-            return 0.0
-        kind, began_ns = Kind[job.kind.name], time.monotonic_ns()
+            return
+        kind = Kind[job.kind.name]
         n_rows = task.rows.n_rows if task.rows else job.n_rows  # that enter the visit
         self._watchdog.began(number, self._predictor.predict(number, visit, kind, n_rows), f"{job} in visit {visit}")
         try:
-            answers = self._visit(visit, task)
+            answers = self._visit(visit, task, is_outer)
         except Exception as error:  # whatever it is, requests wait for the news
             self._watchdog.ended(number)
             task.end()
             line.failed(self, job, error)
-            return 0.0
+            return
         self._predictor.learn(number, visit, kind, n_rows, self._watchdog.ended(number))
-        ended_ns = time.monotonic_ns()
-        self._timeline.record(began_ns, ended_ns, number, visit, kind, job.number, n_rows)
         self.n_steps += 1
+        if bad := self.look():
+            line.bad(self, bad)
         if not job.is_step:
             self._steps_between()  # or they would follow the chunk, and wait a layer of it at every stage
         if answers is None:
@@ -190,38 +242,44 @@ class Worker:
         else:
             task.end()
             line.done(job, answers)
-        return (ended_ns - began_ns) * 1e-9
+
+    def _visit(self, visit: int, task: Task, is_outer: bool) -> dict[int, Answer] | None:
+        """Run the layers; task.rows is then what they made, or nothing where nobody needs it."""
+        memory, job = self.stage.memory, task.job
+        kind, n_rows = Kind[job.kind.name], task.rows.n_rows if task.rows else job.n_rows
+        between = _nothing if job.is_step else self._steps_between
+        with scratch.use(memory):
+            began = self._clock.mark()
+            made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
+            try:
+                with memory.scope():
+                    self._checks.begin(made)
+                    answers = self._line.answers(task, made)
+                if answers is None:
+                    task.rows, task.sender = self._transport.send(made, self.device), (self, visit)
+            except BaseException:
+                made.release()
+                raise
+            self._lasting.append(_Lasting(began, self._clock.mark(), visit, kind, job.number, n_rows, is_outer))
+        if answers is not None:
+            made.release()
+        elif not job.is_step:
+            with self._door:
+                self._uncopied[visit] += 1
+                self._sent[visit] = task.rows
+        return answers
 
     def _rows_for(self, task: Task, visit: int) -> HandOff:
         """The task's rows in this stage's memory, called inside the stage's run."""
         if not task.rows or not task.sender:
             return self._line.first_rows(task)
-        began_ns = time.monotonic_ns()
+        began = self._clock.mark()
         sender, _ = task.sender
         copied = self._transport.receive(task.rows, sender.device, self.device, self.stage.memory)
         task.let_go()
-        job = task.job
-        self._timeline.record(began_ns, time.monotonic_ns(), self.number, visit, Kind.COPY, job.number, copied.n_rows)
+        job, ended = task.job, self._clock.mark()
+        self._lasting.append(_Lasting(began, ended, visit, Kind.COPY, job.number, copied.n_rows, False))
         return copied
-
-    def _visit(self, visit: int, task: Task) -> dict[int, Answer] | None:
-        """Run the layers; task.rows is then what they made, or nothing where nobody needs it."""
-        memory, is_step = self.stage.memory, task.job.is_step
-        between = _nothing if is_step else self._steps_between
-        made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
-        if found := bad_rows(made):
-            self._line.bad(self, found)
-        with scratch.use(memory), memory.scope():
-            answers = self._line.answers(task, made)
-        if answers is not None:
-            made.release()
-            return answers
-        task.rows = self._transport.send(made, self.device)
-        task.sender = self, visit
-        if not is_step:
-            with self._door:
-                self._uncopied[visit] += 1
-        return None
 
 
 def _nothing() -> None:

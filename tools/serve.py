@@ -95,7 +95,6 @@ def _help(name: str) -> str:
 
 
 _OPTION_HELP = {
-    "device": "where the layers run",
     "placement": "how layers are cut: folded or contiguous",
     "prefill": "layers that every prompt row runs: halo or full",
     "engram": "read the Engram tables, or map their file: ram or mmap",

@@ -1,0 +1,144 @@
+"""Stages put together for an engine: where each lives, its part of the weights, pages and memory (design.md section 3,
+6, 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rocline.engine.config import ModelConfig
+from rocline.engine.home import HipHome, Home, HostHome, Part
+from rocline.engine.pages import Pages, scored_sources
+from rocline.engine.routes import StageLayers, routes
+from rocline.engine.stage import Stage
+from rocline.engine.weights import ModelWeights, WeightSource
+from rocline.hip_kernels.driver import devices
+from rocline.pipeline.costs import CostModel
+from rocline.pipeline.options import HOST_ARENA_GIB, Options
+from rocline.pipeline.placement import PlacedStage, Placement, PlacementError, host_placement
+from rocline.pipeline.plan import Request, make_plan
+from rocline.pipeline.transport import InProcess, PeerCopies, Transport
+
+GIB = 1 << 30
+CUT_CONTEXT = 8192  # for which stages on the host are cut, where a request may be longer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where stages go. device_indices: of HIP, by device of the placement; None on the host."""
+
+    placement: Placement
+    arena_bytes: tuple[int, ...]
+    device_indices: tuple[int, ...] | None
+
+    def visits_on(self, device: int) -> list[StageLayers]:
+        return [visit for stage in self.placement.stages if stage.device == device for visit in stage.visits]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Of each stage, in order: the stage itself, where it lives, and the weights of its device."""
+
+    stages: tuple[Stage, ...]
+    homes: tuple[Home, ...]
+    weights: tuple[ModelWeights, ...]
+    transport: Transport
+
+
+def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int) -> Layout:
+    """Raises PlacementError when the model cannot be cut as `options` say or does not fit, HipError without a GPU."""
+    if options.device == "hip":
+        return _on_cards(config, options, context, kv_tokens)
+    placement = host_placement(
+        CostModel(config),
+        options.placement,
+        options.stage_devices(options.devices or options.stages),
+        min(context, CUT_CONTEXT),
+        options.chunk_rows,
+    )
+    return Layout(placement, _arenas(options, [int(HOST_ARENA_GIB * GIB)] * options.stages), None)
+
+
+def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: int) -> Layout:
+    """As the memory plan says, of what is free on the fullest card."""
+    n_there = len(devices())
+    n_devices = options.devices or min(options.stages, n_there)
+    if n_devices > n_there:
+        raise PlacementError(f"--devices {n_devices}: HIP shows {n_there}; lower it")
+    used = devices()[:n_devices]
+    request = Request(
+        n_devices=n_devices,
+        device_bytes=min(device.memory().free_bytes for device in used),
+        n_stages=options.stages,
+        kind=options.placement,
+        context=context,
+        kv_tokens=kv_tokens,
+        chunk_rows=options.chunk_rows,
+        drafts="off",
+    )
+    plan = make_plan(config, request)
+    return Layout(plan.placement, _arenas(options, plan.arena_bytes), tuple(device.index for device in used))
+
+
+def _arenas(options: Options, planned: Sequence[int]) -> tuple[int, ...]:
+    return tuple(planned if options.arena_gib is None else [int(options.arena_gib * GIB)] * len(planned))
+
+
+def assemble(
+    config: ModelConfig, source: WeightSource, options: Options, layout: Layout, pages: Pages, poison: bool = False
+) -> Assembly:
+    """Bring weights, pages, rings and arenas to where they live. Raises HipError, DispatchError, CheckpointError."""
+    text, placed = config.text_config, layout.placement.stages
+    homes = [_home(config, options, layout, stage) for stage in placed]
+    first_home = {stage.device: home for stage, home in reversed(list(zip(placed, homes, strict=True)))}
+    weights, planes = {}, {}
+    for device, home in sorted(first_home.items()):
+        visits = layout.visits_on(device)
+        weights[device] = home.weights(text, source, _part(config, layout.placement, visits))
+        scored = scored_sources(text, [layer for visit in visits for layer in visit.layers])
+        planes[device] = home.planes(text, _sources(config, visits), pages.n_pages, pages.page_positions, scored)
+    path = layout.placement.path
+    of_visit = dict(zip(path, routes(config, [(placed[stage].device, visit) for stage, visit in path]), strict=True))
+    stages = [
+        Stage(
+            config,
+            stage.visits,
+            weights[stage.device].layers,
+            planes[stage.device],
+            home.memory(arena_bytes, f"arena of stage {number}", poison),
+            [of_visit[number, visit] for visit in stage.visits],
+            ring_data=home.ring_data,
+            sequences_at_once=home.sequences_at_once,
+        )
+        for number, (stage, home, arena_bytes) in enumerate(zip(placed, homes, layout.arena_bytes, strict=True))
+    ]
+    return Assembly(tuple(stages), tuple(homes), tuple(weights[stage.device] for stage in placed), _transport(layout))
+
+
+def _home(config: ModelConfig, options: Options, layout: Layout, stage: PlacedStage) -> Home:
+    if layout.device_indices is None:
+        return HostHome()
+    device = devices()[layout.device_indices[stage.device]]
+    return HipHome(config.text_config, device, options.reference_op, options.running)
+
+
+def _transport(layout: Layout) -> Transport:
+    if layout.device_indices is None:
+        return InProcess()
+    return PeerCopies([devices()[index] for index in layout.device_indices])
+
+
+def _part(config: ModelConfig, placement: Placement, visits: Iterable[StageLayers]) -> Part:
+    visits = list(visits)
+    layers = {layer for visit in visits for layer in visit.layers}
+    sides = {side for visit in visits for side in visit.kv_sides} - layers
+    (_, first), (_, last) = placement.path[0], placement.path[-1]
+    return Part(sorted(layers), sorted(sides), begins=first in visits, ends=last in visits)
+
+
+def _sources(config: ModelConfig, visits: Iterable[StageLayers]) -> set[int]:
+    """Key/value sources whose rows some visit reads or makes."""
+    text, sources = config.text_config, set[int]()
+    for visit in visits:
+        sources |= visit.kv_sides | {s for layer in visit.layers if (s := text.layers[layer].kv_source) is not None}
+    return sources

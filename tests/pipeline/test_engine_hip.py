@@ -1,0 +1,158 @@
+"""The engine on GPUs: one answer over cuts, cards and company; nothing allocated while it serves.
+
+On the CPU double; --hip cuda or rocm runs it on the cards there are, several stages on each.
+"""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import Ask, check, collect, make_ask, nothing_left, prompt_ids
+from hip_cases import OPTIONS, write_fitting_model
+
+from rocline.engine.model import Model
+from rocline.engine.sampling import SamplingParams
+from rocline.hip_kernels.dispatch import DispatchError
+from rocline.hip_kernels.driver import devices
+from rocline.pipeline.engine import Engine
+from rocline.pipeline.options import Options
+from rocline.pipeline.placement import PlacementError
+from rocline.pipeline.request import Request, RequestFailed
+from rocline.pipeline.timeline import Kind
+
+PAGE = OPTIONS["page_positions"]
+SERVED = {
+    "device": "hip",
+    "context": 2048,
+    "kv_tokens": 4096,
+    "chunk_rows": 32,
+    "mixed_chunk_rows": 16,
+    "arena_gib": 0.06,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(hip_device, data_folder, tmp_path_factory):
+    return write_fitting_model(data_folder / "micro" / "model", tmp_path_factory.mktemp("fitting") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Model:
+    return Model.load(folder, device="hip", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def asks(model, hip_device, request) -> list[Ask]:
+    """A greedy and a sampled request, past the candidates on a card."""
+    rng = np.random.default_rng(request.config.option.seed)
+    n_rows = 45 if hip_device == "cpu" else 700
+    sampled = {"temperature": 1.0, "top_p": 0.95, "seed": 20_261_129, "repetition_penalty": 1.1}
+    return [
+        make_ask(model, prompt_ids(rng, n_rows), max_tokens=3),
+        make_ask(model, prompt_ids(rng, n_rows - 12), max_tokens=3, **sampled),
+    ]
+
+
+@pytest.fixture
+def engines(model):
+    """engines(**options): an engine over the model's weights, closed at the end."""
+    opened = []
+
+    def open_engine(source=model.weights, **options) -> Engine:
+        engine = Engine(model.config, source, Options(**SERVED | options), page_positions=PAGE, poison=True)
+        opened.append(engine)
+        return engine
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+WAYS = [
+    {"stages": 3, "devices": 2, "groups": 2},
+    {"stages": 5, "devices": 1, "chunk_rows": 7, "prefill": "full"},
+    {"stages": 2, "devices": 2, "placement": "contiguous", "chunk_rows": 500, "inflight_chunks": 1},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_options_change_nothing(engines, asks, way):
+    if way["devices"] > len(devices()):
+        pytest.skip(f"a cut over cards: {len(devices())} GPU, want {way['devices']}")
+    engine = engines(**way)
+    with nothing_left(engine):
+        streams = [engine.submit(ask.request) for ask in asks]
+        for stream, ask in zip(streams, asks, strict=True):
+            check(stream, ask, way)
+    kinds = set(engine.timeline()["kind"].tolist())
+    assert {Kind.PREFILL, Kind.DECODE, Kind.COPY} <= kinds
+    end_s = time.monotonic() + 60
+    while any(stage.busy for stage in engine.stats().stages):  # a thread tells of its last task before it rests
+        assert time.monotonic() < end_s
+    assert all(stage.busy_s > 0 for stage in engine.stats().stages)
+
+
+def test_company_changes_nothing(engines, asks, rng):
+    """Several stages on a card, and others who come and leave in the middle: their pages go to the next."""
+    engine = engines(stages=3, devices=1, running=3)
+    with nothing_left(engine):
+        others = []
+        for n in range(4):
+            params = SamplingParams(max_tokens=2, seed=n)
+            others.append(engine.submit(Request(prompt_ids=prompt_ids(rng, int(rng.integers(1, 60))), params=params)))
+        streams = [engine.submit(ask.request) for ask in asks]
+        for other in others[::2]:
+            other.cancel()
+        for stream, ask in zip(streams, asks, strict=True):
+            check(stream, ask)
+        for other in others:
+            collect(other)
+
+
+def test_nothing_is_allocated_while_it_serves(engines, asks):
+    engine = engines(stages=2, devices=1)
+    check(engine.submit(asks[0].request), asks[0])
+
+    def counts():
+        return [(reading.n_slabs_ever, reading.slab_bytes) for reading in (device.memory() for device in devices())]
+
+    before = counts()
+    check(engine.submit(asks[1].request), asks[1])
+    assert counts() == before
+
+
+def test_weights_are_read_piece_by_piece(folder, asks):
+    """From the checkpoint's files, each card its part; the last source's key/value side stands before its layer."""
+    options = Options(**SERVED | {"stages": 5, "devices": min(2, len(devices())), "kv_tokens": None})
+    read = []
+    engine = Engine.open(folder, options, advance=read.append)
+    check(engine.submit(asks[0].request), asks[0])
+    engine.close()
+    assert sum(read) > sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 0.5
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone(model, engines, asks, rng):
+    """The stage says so later than it queues the row, and still before the request's next token."""
+    embed_bf16 = model.weights.embed_bf16.clone()
+    embed_bf16[450] = float("nan")
+    engine = engines(replace(model.weights, embed_bf16=embed_bf16), stages=3, devices=1)
+    with nothing_left(engine):
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        bad = engine.submit(Request(prompt_ids=[*prompt_ids(rng, 7, 400), 450, 11, 12], params=params))
+        with pytest.raises(RequestFailed, match=r"residual streams of position 7 are not finite after stage \d"):
+            collect(bad)
+        good = Request(prompt_ids=prompt_ids(rng, 9, 400), params=params)
+        assert len(collect(engine.submit(good))) == 2
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_taken(engines):
+    before = [device.memory().n_slabs_ever for device in devices()]
+    with pytest.raises(PlacementError, match=r"GiB of headroom, want .*(--kv-tokens \d+ fits|no one flag is enough)"):
+        engines(stages=2, kv_tokens=2**38, arena_gib=None)
+    if len(devices()) < 5:
+        with pytest.raises(PlacementError, match=r"--devices 5: HIP shows \d+; lower it"):
+            engines(stages=5, devices=5)
+    with pytest.raises(DispatchError, match="reference operator 'atention'; did you mean attention"):
+        engines(stages=2, reference_op=("atention",))
+    assert [device.memory().n_slabs_ever for device in devices()] == before
