@@ -105,7 +105,8 @@ class Place:
             **HOST_OPERATORS,
         }
         self.stream = device.stream()
-        self._staging = Staging()
+        with self.stream:  # its events are of the stream's device
+            self._staging = Staging()
 
     def __str__(self) -> str:
         lines = [f"{self.device}: {len(KERNELS) - len(self.references)} operators by kernels"]

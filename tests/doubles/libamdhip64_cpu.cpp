@@ -74,19 +74,25 @@ struct Mark {  // one recording of an event
   std::atomic<bool> passed{false};
   double at_ms = 0;
 };
-typedef std::shared_ptr<Mark> Event;  // empty before the first recording
+typedef std::shared_ptr<Mark> Passing;
+struct Event {
+  int device;
+  Passing mark;  // empty before the first recording
+};
 struct Task {
-  Event after;  // nothing, or what must have passed
+  Passing after;  // nothing, or what must have passed
   std::function<void()> work;
 };
-typedef std::deque<Task> Stream;
+struct Stream : std::deque<Task> {
+  int device = 0;
+};
 std::recursive_mutex streams_mutex;
 std::list<Stream> streams(1);  // oldest first; the first is every device's null stream
 std::atomic<bool> held{false};
 
 Stream& stream_of(void* handle) { return handle ? *(Stream*)handle : streams.front(); }
 
-void enqueue(void* stream, std::function<void()> work, Event after = nullptr) {
+void enqueue(void* stream, std::function<void()> work, Passing after = nullptr) {
   if (held) {
     std::lock_guard<std::recursive_mutex> hold(streams_mutex);
     stream_of(stream).push_back({after, work});
@@ -216,7 +222,9 @@ HIP_EXPORT hipError_t hipMemsetAsync(void* p, int value, size_t n_bytes, void* s
 
 HIP_EXPORT hipError_t hipStreamCreateWithFlags(void** stream, unsigned) {
   std::lock_guard<std::recursive_mutex> hold(streams_mutex);
-  *stream = &streams.emplace_back();
+  Stream& made = streams.emplace_back();
+  made.device = current;
+  *stream = &made;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamDestroy(void* stream) {
@@ -230,7 +238,7 @@ HIP_EXPORT hipError_t hipStreamSynchronize(void*) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamWaitEvent(void* stream, void* event, unsigned) {
-  enqueue(stream, nullptr, *(Event*)event);
+  enqueue(stream, nullptr, ((Event*)event)->mark);
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipDeviceSynchronize() {
@@ -238,7 +246,7 @@ HIP_EXPORT hipError_t hipDeviceSynchronize() {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventCreateWithFlags(void** event, unsigned) {
-  *event = new Event;
+  *event = new Event{current, nullptr};
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventDestroy(void* event) {
@@ -246,7 +254,8 @@ HIP_EXPORT hipError_t hipEventDestroy(void* event) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventRecord(void* event, void* stream) {
-  const Event mark = *(Event*)event = std::make_shared<Mark>();
+  if ((stream ? stream_of(stream).device : current) != ((Event*)event)->device) return hipErrorUnknown;  // as CUDA's
+  const Passing mark = ((Event*)event)->mark = std::make_shared<Mark>();
   enqueue(stream, [=] {
     mark->at_ms = now_ms();
     mark->passed = true;
@@ -258,11 +267,11 @@ HIP_EXPORT hipError_t hipEventSynchronize(void*) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventQuery(void* event) {
-  const Event& mark = *(Event*)event;
+  const Passing& mark = ((Event*)event)->mark;
   return !mark || mark->passed ? hipSuccess : hipErrorNotReady;
 }
 HIP_EXPORT hipError_t hipEventElapsedTime(float* ms, void* from, void* to) {
-  const Event &start = *(Event*)from, &end = *(Event*)to;
+  const Passing &start = ((Event*)from)->mark, &end = ((Event*)to)->mark;
   if (!start || !end) return hipErrorInvalidValue;
   *ms = (float)(end->at_ms - start->at_ms);
   return hipSuccess;
