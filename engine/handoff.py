@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +20,11 @@ from rocline.hip_kernels.rows import copy_rows, gather_rows
 
 PrefillMode = Literal["halo", "full"]
 FEW_ROWS = 64  # of a step: one look at all of them is quicker than one at each
+EXPONENT = 0x7F80  # of a BF16; all ones is no number
+# Up to here a copy takes less than a torch operator's way to it and, with other stages at work, back to Python's lock.
+FEW_BYTES = 1 << 16
+_memmove = ctypes.PyDLL(None).memmove  # keeps that lock
+_memmove.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class RowKind(Enum):
@@ -148,8 +154,13 @@ class HandOff:
 
         def copy(tensor: Tensor) -> Tensor:
             out = scratch.like(tensor, len(tensor))
-            copy_rows(tensor, out)
+            if is_host and tensor.is_contiguous() and 0 < tensor.nbytes <= FEW_BYTES:
+                _memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            else:
+                copy_rows(tensor, out)
             return out
+
+        is_host = not scratch.is_on_device()
 
         fresh = tuple(replace(f, rows_u8=copy(f.rows_u8), keys_u8=copy(f.keys_u8)) for f in self.fresh)
         return replace(self._per_row(copy), fresh=fresh, lease=None)
@@ -213,8 +224,10 @@ def gathered(rows: Tensor, index_i64: Tensor) -> Tensor:
 
 def bad_rows(rows: HandOff) -> list[tuple[int, int]]:
     """(sequence, position) of the first row of each span whose residual streams are not finite; on the host."""
-    if rows.n_rows <= FEW_ROWS and rows.streams_bf16.isfinite().all():
-        return []
+    if rows.n_rows <= FEW_ROWS and rows.streams_bf16.is_contiguous():
+        exponents = rows.streams_bf16.view(torch.int16).numpy() & EXPONENT
+        if not exponents.size or exponents.max() < EXPONENT:
+            return []
     finite_u8 = torch.empty(rows.n_rows, dtype=torch.uint8)
     rows_finite(rows.streams_bf16.flatten(1), finite_u8)
     return [] if finite_u8.all() else first_bad(rows.spans, finite_u8)

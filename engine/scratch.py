@@ -329,20 +329,21 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def upload(tensor: Tensor) -> Tensor:
     """A host tensor where this thread's operators read it: itself on the host, else lent, and on its way there."""
-    return upload_to_device([tensor])[0] if _on_device() else tensor
+    return upload_to_device([tensor])[0] if is_on_device() else tensor
 
 
 def upload_together(*tensors: Tensor) -> Sequence[Tensor]:
     """upload for several small ones, on their way in one piece."""
-    return upload_to_device(tensors) if _on_device() else tensors
+    return upload_to_device(tensors) if is_on_device() else tensors
 
 
 def fetch(tensor: Tensor) -> Tensor:
     """What an operator wrote, for the host: itself there, else a copy. **Waits for the device.**"""
-    return fetch_from_device(tensor) if _on_device() else tensor
+    return fetch_from_device(tensor) if is_on_device() else tensor
 
 
-def _on_device() -> bool:
+def is_on_device() -> bool:
+    """Whether this thread's tensors are a GPU's."""
     memory = _thread.memory
     return memory is not None and memory.place is not None
 

@@ -30,12 +30,15 @@ class Logits:
 def lookback_rows(config: TextConfig, spans: Sequence[RowSpan], ids: Mapping[int, Sequence[int]]) -> Tensor:
     """[R, N] int32 as in HandOff, in plain host memory. ids: as for embed_rows."""
     n_back = config.engram_max_ngram_size
-    lookback = []
+    backwards: list[int] = []  # of a span after the other: its ids from the last on, and those before its start
+    firsts: list[int] = []  # of each row: where its own id stands there
     for span in spans:
         known = ids[span.sequence][max(0, span.start - n_back + 1) : span.end]
-        padded = torch.tensor([-1] * (span.n_rows + n_back - 1 - len(known)) + list(known), dtype=torch.int32)
-        lookback.append(padded.unfold(0, n_back, 1).flip(1))
-    return torch.cat(lookback)
+        end = len(backwards) + span.n_rows
+        firsts += range(end - 1, len(backwards) - 1, -1)
+        backwards += known[::-1]
+        backwards += [-1] * (end + n_back - 1 - len(backwards))
+    return torch.tensor(backwards, dtype=torch.int32).unfold(0, n_back, 1)[firsts]
 
 
 def embed_rows(
