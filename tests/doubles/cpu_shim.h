@@ -26,7 +26,7 @@
 namespace rl_cpu {
 
 // ---- fibers ----
-constexpr size_t kStackBytes = 256 << 10, kGuardBytes = 64 << 10;  // only touched pages cost memory
+constexpr size_t kStackBytes = 256 << 10, kEndBytes = 64;  // only touched pages cost memory
 constexpr int kPoison = 0xCD, kPoisonWord = (int)0xCDCDCDCD;
 
 #if defined(__x86_64__)
@@ -58,23 +58,49 @@ inline void prepare(Context& context, char* stack, void (*entry)()) {
 }
 #endif
 
-// Ends in a guard: running over it stops the process there, with nothing else overwritten.
-struct Unmap {
-  void operator()(char* stack) const { munmap(stack, kStackBytes); }
+// Of all fibers of a workgroup, one after the other in one memory mapping: a process may have some ten thousand of those,
+// a guard page between stacks would take one each, and there are as many sets as kernels. What runs over the end of its
+// stack is found at its next switch, before the fiber it ran into goes on.
+class Stacks {
+ public:
+  ~Stacks() { unmap(); }
+  Stacks() = default;
+  Stacks(const Stacks&) = delete;
+  void operator=(const Stacks&) = delete;
+  void make_room(int n) {
+    if (n <= n_) return;
+    unmap();
+    n_ = n;
+    base_ = (char*)mmap(nullptr, (n + 1) * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                        -1, 0);
+    if (base_ == MAP_FAILED) abort();
+    mend();
+  }
+  void mend() {
+    for (int i = 0; i < n_; ++i) memset(at(i), kPoison, kEndBytes);
+  }
+  char* at(int i) const { return base_ + (i + 1) * kStackBytes; }  // below the first is room to run into
+  bool is_whole(int i) const {
+    const char* end = at(i);  // stacks grow down
+    if ((char*)__builtin_frame_address(0) < end + kEndBytes) return false;
+    for (size_t at = 0; at < kEndBytes; ++at)
+      if (end[at] != (char)kPoison) return false;
+    return true;
+  }
+
+ private:
+  void unmap() {
+    if (base_) munmap(base_, (n_ + 1) * kStackBytes);
+  }
+  char* base_ = nullptr;
+  int n_ = 0;
 };
-typedef std::unique_ptr<char, Unmap> Stack;
-inline Stack new_stack() {
-  void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (stack == MAP_FAILED || mprotect(stack, kGuardBytes, PROT_NONE)) abort();
-  return Stack((char*)stack);
-}
 
 // ---- a workgroup ----
 enum class Op { kNone, kSync, kShuffle, kBallot, kMmaI8, kMmaBf16 };
 
 struct Lane {
   Context context;
-  Stack stack;
   bool done;
   const unsigned* waits_for;  // a barrier's phase counter; null: can run
   unsigned phase;             // the phase it arrived in
@@ -97,6 +123,7 @@ struct Workgroup {
   void (*entry)(void*);
   void* arguments;
   Context main;
+  Stacks stacks;
   std::vector<Lane> lanes;
   std::vector<Barrier> waves;
   Barrier all;
@@ -119,6 +146,7 @@ inline void fail(const char* what) {
 inline void yield() {
   Workgroup& g = *group;
   const int me = g.current;
+  if (!g.stacks.is_whole(me)) fail("a thread ran over its stack");
   for (int i = 1, next = me; i <= g.n_threads; ++i) {
     next = (next + g.step + g.n_threads) % g.n_threads;
     Lane& lane = g.lanes[next];
@@ -248,22 +276,19 @@ inline void run(Workgroup& g) {
   g.all = Barrier();
   g.all.live = g.n_threads;
   g.n_done = 0;
-  while ((int)g.lanes.size() < g.n_threads) {
-    g.lanes.emplace_back();
-    g.lanes.back().stack = new_stack();
-  }
+  g.lanes.resize(std::max((int)g.lanes.size(), g.n_threads));
+  g.stacks.make_room(g.n_threads);
   for (int t = 0; t < g.n_threads; ++t) {
     Lane& lane = g.lanes[t];
     lane.done = false;
     lane.waits_for = nullptr;
-    prepare(lane.context, lane.stack.get(), fiber);
+    prepare(lane.context, g.stacks.at(t), fiber);
   }
   g.current = g.step > 0 ? 0 : g.n_threads - 1;
   switch_to(g.main, self().context);
 }
 
-// A workgroup between launches of this module: its stacks serve whichever thread comes next. One only: stacks take two
-// memory mappings each, of which a process may have some ten thousand, and there are as many modules as kernels.
+// A workgroup between launches of this module: its stacks serve whichever thread comes next.
 struct Idle {
   std::mutex mutex;
   std::unique_ptr<Workgroup> group;
@@ -309,6 +334,7 @@ inline std::string launch(void (*entry)(void*), void* arguments, const Shape& sh
       g.error.clear();
       run(g);
       if (g.error.empty()) continue;
+      g.stacks.mend();
       next = n_groups;
       std::lock_guard<std::mutex> hold(mutex);
       error = g.error;

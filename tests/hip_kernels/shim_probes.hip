@@ -29,6 +29,16 @@ RL_KERNEL(32) matrix_step_of_some(int* out, const rl_i8* rows) {
 }
 RL_EXPORT(matrix_step_of_some)
 
+RL_KERNEL(64) runs_over_its_stack(int* out) {
+  if (rl_tid() == 7) {
+    volatile char large[300 << 10];
+    for (int i = (300 << 10) - 1; i >= 0; i -= 32) large[i] = 1;
+  }
+  rl_sync();
+  out[rl_tid()] = 1;
+}
+RL_EXPORT(runs_over_its_stack)
+
 // Without the barrier it needs: what a thread reads depends on who ran first.
 RL_KERNEL(64) race(int* out) {
   RL_DYN_SHARED(int, lds);

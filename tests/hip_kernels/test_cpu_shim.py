@@ -35,6 +35,7 @@ def ints(n):
         ("some_miss_a_wave_barrier", 64, "deadlock: threads wait at different barriers"),
         ("waves_wait_for_different_things", 64, "deadlock: threads wait at different barriers"),
         ("lanes_disagree", 32, "lanes of a wave meet in different operations"),
+        ("runs_over_its_stack", 64, "a thread ran over its stack"),
         ("matrix_step_of_some", 32, "a matrix step in a wave of fewer than 32 lanes"),
     ],
 )
