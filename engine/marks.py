@@ -14,8 +14,7 @@ _BASE_NS = 60_000_000_000  # older ones are replaced: elapsed times are FP32 mil
 
 class Clock(Protocol):
     def mark(self) -> Moment:
-        """When all has been done that this thread has queued so far. The moments of one thread are asked by one
-        thread at a time."""
+        """When all has been done that this thread has queued so far. Any thread may ask."""
 
 
 class HostClock:
@@ -31,19 +30,19 @@ class StreamClock:
 
     def __init__(self, stream: Stream) -> None:
         with stream:
-            self._base = Event(timed=True).record()
+            event = Event(timed=True).record()
         stream.synchronize()
-        self._base_ns = time.monotonic_ns()
+        self._base = event, time.monotonic_ns()  # one object: moments are asked by other threads than mark() is
 
     def mark(self) -> Moment:
-        event, base, base_ns = Event(timed=True).record(), self._base, self._base_ns
+        event, (base, base_ns) = Event(timed=True).record(), self._base
 
         def moment() -> int | None:
             if not event.done():
                 return None
             at_ns = base_ns + round(event.ms_since(base) * 1e6)
-            if at_ns - self._base_ns > _BASE_NS:
-                self._base, self._base_ns = event, at_ns  # of later marks: an event is never older than its base
+            if at_ns - self._base[1] > _BASE_NS:
+                self._base = event, at_ns  # of later marks: an event is never older than its base
             return at_ns
 
         return moment

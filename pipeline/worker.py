@@ -24,7 +24,7 @@ from rocline.pipeline.timeline import Kind, Timeline
 from rocline.pipeline.transport import Transport
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 
-POLL_S = 1e-4  # between two looks at a hand-off that a device is still copying
+POLL_S = 1e-4  # between two looks at what a device is still doing
 
 
 @dataclass(eq=False, slots=True)
@@ -129,6 +129,7 @@ class Worker:
         self._sent: list[HandOff | None] = [None] * len(stage.visits)  # the latest chunk of each visit
         self._clock, self._checks = home.clock(), home.checks(most_rows)
         self._is_performing = False
+        self._layer_done: Moment | None = None  # of the chunk that is being queued
         self._lasting: deque[_Lasting] = deque()  # not known yet to be done, by end
         self._looking = threading.Lock()
         self._door = threading.Condition()
@@ -214,6 +215,19 @@ class Worker:
                 return
             self._perform(*found, is_outer=False)
 
+    def _between(self) -> None:
+        """Between two layers of a chunk: steps that wait, and no layer is queued before the last but one is done.
+
+        A device would come to a step only after all that the thread has queued; one layer ahead keeps it busy.
+        """
+        done, self._layer_done = self._layer_done, self._clock.mark()
+        self._steps_between()
+        while done is not None and done() is None:
+            with self._door:
+                if not self._closing:
+                    self._door.wait(POLL_S)
+            self._steps_between()
+
     def _perform(self, visit: int, task: Task, is_outer: bool = True) -> None:
         """One visit of one task, and the news of it."""
         job, line, number = task.job, self._line, self.number
@@ -247,8 +261,10 @@ class Worker:
         """Run the layers; task.rows is then what they made, or nothing where nobody needs it."""
         memory, job = self.stage.memory, task.job
         kind, n_rows = Kind[job.kind.name], task.rows.n_rows if task.rows else job.n_rows
-        between = _nothing if job.is_step else self._steps_between
+        between = _nothing if job.is_step else self._between
         with scratch.use(memory):
+            if not job.is_step:
+                self._layer_done = None
             began = self._clock.mark()
             made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
             try:

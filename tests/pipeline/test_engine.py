@@ -49,6 +49,36 @@ class Gate:
         return self._run(*args, **kwargs)
 
 
+class SlowDevice:
+    """A clock whose moments come when the test lets them."""
+
+    def __init__(self) -> None:
+        self.n_marks = self.n_passed = 0
+
+    def mark(self):
+        self.n_marks += 1
+        number = self.n_marks
+        return lambda: time.monotonic_ns() if number <= self.n_passed else None
+
+
+def test_a_chunk_is_queued_one_layer_ahead_of_the_device(engines, rng):
+    """Or a decode step that comes meanwhile would follow all of the chunk's layers, not one."""
+    engine = engines(stages=1, chunk_rows=64)
+    (worker,), layers = engine._workers, []
+    worker._clock, step = SlowDevice(), worker.stage._step
+    worker.stage._step = lambda work, layer, *rest: layers.append(layer) or step(work, layer, *rest)  # type: ignore[method-assign]
+    with nothing_left(engine):
+        stream = engine.submit(request(rng, 30, max_tokens=1))
+        for n_layers in (2, 3, 4):
+            until(lambda: len(layers) == n_layers)  # noqa: B023
+            time.sleep(0.02)
+            assert len(layers) == n_layers  # its last but one is not done
+            worker._clock.n_passed += 2 if n_layers == 2 else 1  # the visit's begin, and a layer
+        worker._clock.n_passed = 1000
+        assert len(collect(stream)) == 1
+    assert layers == [0, 1, 2, 3, 4]
+
+
 # Admission
 
 
