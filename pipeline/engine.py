@@ -49,6 +49,7 @@ from rocline.pipeline.simulate import best_groups
 from rocline.pipeline.stats import StageStats, State, Stats
 from rocline.pipeline.stream import Stream
 from rocline.pipeline.timeline import Intervals, Timeline
+from rocline.pipeline.warm_up import warm_up
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 from rocline.pipeline.worker import Task, Worker
 
@@ -88,6 +89,7 @@ class Engine:
     on_failure      called once, from any thread, when only a restart helps: a stage failed or hangs
     page_positions  positions of a KV page
     poison          as in StageMemory (tests)
+    warms_up        run warm_up first; None: where stages run on GPUs
     hang_floor_s    a stage step is no hang before
     """
 
@@ -100,6 +102,7 @@ class Engine:
         on_failure: Callable[[str], None] = lambda reason: None,
         page_positions: int = PAGE_POSITIONS,
         poison: bool = False,
+        warms_up: bool | None = None,
         hang_floor_s: float = HANG_FLOOR_S,
     ) -> None:
         """Raises PlacementError when the model cannot be cut as `options` say or does not fit, HipError and
@@ -140,6 +143,14 @@ class Engine:
         self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
         for worker in self._workers:
             worker.start()
+        if options.device == "hip" if warms_up is None else warms_up:
+            try:
+                warm_up(partial(self._take, State.STARTING), options, self.context, text.vocab_size)
+            except BaseException:
+                self.close()
+                raise
+            self._ended.clear()
+            self._prompt_rows = self._output_tokens = 0
         self._state = State.READY
 
     def _make_workers(self, assembly: Assembly) -> list[Worker]:
@@ -187,13 +198,16 @@ class Engine:
 
         Raises PromptError and SamplingError for what the model cannot run, TooLong, QueueFull and NotReady.
         """
+        return self._take(State.READY, request)
+
+    def _take(self, during: State, request: Request) -> Stream:
         text, params = self.config.text_config, request.params
         prompt_ids = check_prompt(text, request.prompt_ids, self.context)
         sampler = SamplerState(params, prompt_ids, [self.config.eos_token_id], text.vocab_size)
         max_tokens = min(params.max_tokens, self.context - len(prompt_ids))
         mode = "full" if request.prompt_logprobs else self.options.prefill
         with self._lock:
-            if self._state is not State.READY:
+            if self._state is not during:
                 raise NotReady(f"the engine is {self._state.value}{': ' * bool(self._reason)}{self._reason}")
             number = self._n_requests
             entry = Entry(number, prompt_ids, max_tokens, mode, request.prompt_logprobs)

@@ -22,14 +22,22 @@ OPTIONS = {"kv_tokens": 4096, "page_positions": PAGE, "arena_bytes": 256 << 20, 
 FITTING = {"head_dim": 128, "q_lora_rank": 128, "index_head_dim": 128, "qk_rope_head_dim": 64}
 
 
-def write_fitting_model(micro_model: Path, folder: Path) -> Path:
-    """A checkpoint of micro's layers with index vectors of the release's width; its words are noise."""
+VOCABULARY = ("vocab_size", "engram_compressed_vocab_size", "engram_pad_token_id")
+
+
+def write_fitting_model(micro_model: Path, folder: Path, words_of: Path | None = None) -> Path:
+    """A checkpoint of micro's layers with index vectors of the release's width; its words are noise.
+
+    words_of  another checkpoint, whose tokenizer it shall have; None: micro, whose has no words to chat in
+    """
     folder.mkdir()
+    words = words_of or micro_model
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (micro_model / name).exists():
-            shutil.copy(micro_model / name, folder)
-    config = json.loads((micro_model / "config.json").read_text())
-    config["text_config"] |= FITTING
+        if (words / name).exists():
+            shutil.copy(words / name, folder)
+    config, of_words = (json.loads((path / "config.json").read_text()) for path in (micro_model, words))
+    layers = config["text_config"] | FITTING | {name: of_words["text_config"][name] for name in VOCABULARY}
+    config = of_words | {"text_config": layers}
     (folder / "config.json").write_text(json.dumps(config))
     model_config = msgspec.convert(config, ModelConfig)
     weights = DemoWeights(model_config.text_config, seed=5, silent_ids=[0])

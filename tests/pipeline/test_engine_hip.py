@@ -3,6 +3,8 @@
 On the CPU double; --hip cuda or rocm runs it on the cards there are, several stages on each.
 """
 
+import gc
+import logging
 import time
 from dataclasses import replace
 
@@ -15,6 +17,8 @@ from rocline.engine.model import Model
 from rocline.engine.sampling import SamplingParams
 from rocline.hip_kernels.dispatch import DispatchError
 from rocline.hip_kernels.driver import devices
+from rocline.hip_kernels.kernel import Kernel, compiler
+from rocline.hip_kernels.runtime import hip
 from rocline.pipeline.engine import Engine
 from rocline.pipeline.options import Options
 from rocline.pipeline.placement import PlacementError
@@ -59,8 +63,10 @@ def engines(model):
     """engines(**options): an engine over the model's weights, closed at the end."""
     opened = []
 
-    def open_engine(source=model.weights, **options) -> Engine:
-        engine = Engine(model.config, source, Options(**SERVED | options), page_positions=PAGE, poison=True)
+    def open_engine(source=model.weights, warms_up=False, **options) -> Engine:
+        engine = Engine(
+            model.config, source, Options(**SERVED | options), page_positions=PAGE, poison=True, warms_up=warms_up
+        )
         opened.append(engine)
         return engine
 
@@ -122,9 +128,28 @@ def test_nothing_is_allocated_while_it_serves(engines, asks):
     assert counts() == before
 
 
+def test_the_first_request_finds_everything_made(engines, asks, caplog):
+    """No kernel is compiled or loaded by it, and what warmed the engine up is in no figure."""
+    for kernel in gc.get_objects():  # that earlier tests have loaded
+        if type(kernel) is Kernel:
+            kernel._functions.clear()
+    with caplog.at_level(logging.INFO, "rocline"):
+        engine = engines(stages=2, devices=1, chunk_rows=66, running=4, warms_up=True)
+    assert "warmed up" in caplog.text
+    stats = engine.stats()
+    assert (stats.ended, stats.prompt_rows, stats.output_tokens) == ({}, 0, 0)
+    n_compiled, loaded = compiler().n_compiled, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hip(), "hipModuleLoadData", lambda code: loaded.append(code) or 1 // 0)
+        for ask in asks:
+            check(engine.submit(ask.request), ask)
+    assert (compiler().n_compiled, loaded) == (n_compiled, [])
+
+
 def test_weights_are_read_piece_by_piece(folder, asks):
     """From the checkpoint's files, each card its part; the last source's key/value side stands before its layer."""
-    options = Options(**SERVED | {"stages": 5, "devices": min(2, len(devices())), "kv_tokens": None})
+    changes = {"stages": 5, "devices": min(2, len(devices())), "kv_tokens": None, "running": 1}
+    options = Options(**SERVED | changes)
     read = []
     engine = Engine.open(folder, options, advance=read.append)
     check(engine.submit(asks[0].request), asks[0])

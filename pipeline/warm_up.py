@@ -1,0 +1,49 @@
+"""What an engine runs before its first request: everything that is made at its first use, is made now.
+
+Kernels are compiled or read from their cache, and loaded on every card; scopes of the arenas learn what they will be
+asked for; Engram's buffers get their memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from rocline.engine.sampling import SamplingParams
+from rocline.hip_kernels.kernel import compiler
+from rocline.pipeline.options import Options
+from rocline.pipeline.request import Request
+from rocline.pipeline.stream import Stream
+
+log = logging.getLogger(__name__)
+
+SHORT_PROMPTS = (1, 17, 65)  # rows of the kernels' classes below a whole chunk
+
+
+def warm_up_requests(options: Options, context: int, vocab_size: int) -> Iterator[list[Request]]:
+    """Requests to run together, one list after another: the largest chunk alone, then steps of as many rows as may
+    decode. Between them every way of choosing a token."""
+
+    def request(n_rows: int, **sampling: object) -> Request:
+        n_rows = max(1, min(n_rows, context - 4))
+        params = SamplingParams(max_tokens=3, ignore_eos=True, seed=n_rows, **sampling)  # type: ignore[arg-type]
+        return Request(prompt_ids=[row % vocab_size for row in range(n_rows)], params=params, n_logprobs=1)
+
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    limits = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "logit_bias": {1: 0.5}, "min_tokens": 2}
+    yield [request(options.chunk_rows, **penalties, **limits)]
+    short = SHORT_PROMPTS * -(-options.running // len(SHORT_PROMPTS))
+    yield [request(n_rows, temperature=number % 2) for number, n_rows in enumerate(short[: options.running])]
+
+
+def warm_up(take: Callable[[Request], Stream], options: Options, context: int, vocab_size: int) -> None:
+    """Run them. Raises RequestFailed where that fails: other requests would too."""
+    began_s, n_before = time.monotonic(), compiler().n_compiled
+    for together in warm_up_requests(options, context, vocab_size):
+        for stream in [take(request) for request in together]:
+            for _ in stream:
+                pass
+    compiler().seal()
+    seconds, n_compiled = time.monotonic() - began_s, compiler().n_compiled - n_before
+    log.info("warmed up in %.1f s; kernels compiled, not found in the cache: %d", seconds, n_compiled)
