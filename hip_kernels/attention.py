@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.pages import row_slots
 
 LIST_BLOCK = 64  # slots between two updates of the running maximum
-TILE_ROWS = 16  # a row gathers its whole list, so a tile of 64 would be mostly padding while decoding
+SLAB_ROWS = 64  # a row gathers its whole list: what stays in a core's cache
 FIRST_MAX = -1e30  # finite, so that a list without entries gives zeros and not NaN
 
 
@@ -34,12 +36,12 @@ def attention_ref(q_bf16: Tensor, kv_bf16: Tensor, present_bool: Tensor, sink_f3
     for start in range(0, kv_bf16.shape[1], LIST_BLOCK):
         kv_f32 = kv_bf16[:, start : start + LIST_BLOCK].float()
         absent = ~present_bool[:, None, start : start + LIST_BLOCK]
-        scores = (torch.bmm(q_f32, kv_f32.transpose(1, 2)) * scale).masked_fill(absent, float("-inf"))
+        scores = torch.bmm(q_f32, kv_f32.transpose(1, 2)).mul_(scale).masked_fill_(absent, float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         decay = torch.exp(top - new_top)
-        p_f32 = torch.exp(scores - new_top)
+        p_f32 = scores.sub_(new_top).exp_()
         mass = mass * decay + p_f32.sum(-1, keepdim=True)
-        out_f32 = out_f32 * decay + torch.bmm(p_f32.bfloat16().float(), kv_f32)
+        out_f32 = out_f32.mul_(decay).add_(torch.bmm(p_f32.bfloat16().float(), kv_f32))
         top = new_top
     return (out_f32 / (mass + torch.exp(sink_f32[:, None] - top))).bfloat16()
 
@@ -82,26 +84,39 @@ def attention(
             "out_bf16 R H D": out_bf16,
         },
     )
-    width = q_bf16.shape[2]
+    (n_rows, _, width), n_window = q_bf16.shape, len(window_u8)
     n_selected = 0 if selected_i32 is None else selected_i32.shape[1]
     n_slots = -(-(window + n_selected) // LIST_BLOCK) * LIST_BLOCK
     slot = torch.arange(window, dtype=torch.int32, device=q_bf16.device)
-    window_bf16 = RowFormat("window", width).unpack(window_u8)  # once: neighbouring rows share their windows
-    row_format = RowFormat("compressed", width)
 
-    def tile(q: Tensor, first: Tensor, count: Tensor, *selected: Tensor) -> Tensor:
-        kv_bf16 = q.new_zeros((len(q), n_slots, width))
-        present = torch.zeros((len(q), n_slots), dtype=torch.bool, device=q.device)
-        present[:, :window] = slot < count[:, None]
-        index = (first[:, None] + slot).where(present[:, :window], 0)
-        kv_bf16[:, :window] = window_bf16[index].where(present[:, :window, None], 0)
-        if selected and rows_u8 is not None and page_table_i32 is not None:
-            chosen = selected[0] >= 0
-            slots = row_slots(selected[0].clamp_min(0), page_table_i32, rows_u8.shape[1])
-            values = row_format.unpack(rows_u8.flatten(0, 1)[slots])
-            kv_bf16[:, window : window + n_selected] = values.where(chosen[..., None], 0)
-            present[:, window : window + n_selected] = chosen
-        return attention_ref(q, kv_bf16, present, sink_f32)
+    def compressed(rows_i32: Tensor) -> Tensor:
+        assert rows_u8 is not None
+        assert page_table_i32 is not None
+        slots = row_slots(rows_i32.flatten(), page_table_i32, rows_u8.shape[1])
+        return RowFormat("compressed", width).unpack(rows_u8.flatten(0, 1)[slots])
+
+    n_history = 0 if rows_u8 is None or page_table_i32 is None else len(page_table_i32) * rows_u8.shape[1]
+    share_history = n_history <= n_rows * n_selected  # rather than decode every row's list for itself
+
+    @cache
+    def shared() -> Tensor:
+        """Entries that rows share, decoded once: zeros for absent ones, the window rows, all of history."""
+        entries = [q_bf16.new_zeros((1, width)), RowFormat("window", width).unpack(window_u8)]
+        if share_history and n_history:
+            entries.append(compressed(torch.arange(n_history, dtype=torch.int32, device=q_bf16.device)))
+        return torch.cat(entries)
+
+    def slab(q: Tensor, first: Tensor, count: Tensor, *selected: Tensor) -> Tensor:
+        entries, place = shared(), slot.new_zeros((len(q), n_slots))
+        place[:, :window] = (first[:, None] + slot + 1).where(slot < count[:, None], 0)
+        if selected:
+            rows = selected[0].clamp_min(0)
+            if not share_history:
+                entries = torch.cat((entries, compressed(rows)))
+                rows = torch.arange(rows.numel(), dtype=torch.int32, device=q.device).view(rows.shape)
+            place[:, window : window + n_selected] = (rows + 1 + n_window).where(selected[0] >= 0, 0)
+        kv_bf16 = entries.index_select(0, place.flatten()).view(len(q), n_slots, width)
+        return attention_ref(q, kv_bf16, place > 0, sink_f32)
 
     per_row = (q_bf16, window_first_i32, window_count_i32)
-    run_tiles(tile, per_row if selected_i32 is None else (*per_row, selected_i32), (out_bf16,), TILE_ROWS)
+    run_slabs(slab, per_row if selected_i32 is None else (*per_row, selected_i32), out_bf16, slab_rows=SLAB_ROWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.rmsnorm import rmsnorm_ref
 from rocline.hip_kernels.rope import rope_ref
@@ -31,10 +31,10 @@ def pool_pairs(values_f32: Tensor, gates_f32: Tensor, weight_bf16: Tensor, eps: 
             "latent_bf16 J D": latent_bf16,
         },
     )
-    run_tiles(
+    run_slabs(
         lambda values, gates: rmsnorm_ref(pool_pairs_ref(values, gates), weight_bf16, eps),
         (values_f32, gates_f32),
-        (latent_bf16,),
+        latent_bf16,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, in_vectors, operator, run_slabs
+from rocline.hip_kernels.kept import kept
 from rocline.hip_kernels.linear import (
     Fp4Weight,
     Fp8Rows,
@@ -22,23 +23,19 @@ from rocline.hip_kernels.linear import (
 
 def swiglu_ref(gate_bf16: Tensor, up_bf16: Tensor, weights_f32: Tensor | None, limit: float) -> Tensor:
     """[R, I] BF16: silu(min(gate, limit)) * clamp(up), times the routing weight [R] here, before w2 quantises."""
-    hidden = F.silu(gate_bf16.float().clamp(max=limit)) * up_bf16.float().clamp(-limit, limit)
+    hidden = in_vectors(F.silu, gate_bf16.float().clamp(max=limit)) * up_bf16.float().clamp(-limit, limit)
     return (hidden if weights_f32 is None else hidden * weights_f32[:, None]).bfloat16()
 
 
-def expert_ref(
-    x: Fp8Rows, weights_f32: Tensor | None, matrices: Sequence[tuple[Tensor, Tensor]], limit: float
-) -> Tensor:
-    """One expert's output [R, D] BF16; matrices are w1 (gate), w3 (up), w2 (down) as block_gemm_ref takes them."""
-    w1, w3, w2 = matrices
-    gate_bf16, up_bf16 = block_gemm_ref(x, *w1).bfloat16(), block_gemm_ref(x, *w3).bfloat16()
-    hidden_bf16 = torch.empty_like(gate_bf16)
-    if weights_f32 is None:  # tiles: silu's bits depend on the number of rows
-        run_tiles(lambda gate, up: swiglu_ref(gate, up, None, limit), (gate_bf16, up_bf16), (hidden_bf16,))
-    else:
-        per_row = (gate_bf16, up_bf16, weights_f32)
-        run_tiles(lambda gate, up, weight: swiglu_ref(gate, up, weight, limit), per_row, (hidden_bf16,))
-    return block_gemm_ref(quantise_rows(hidden_bf16), *w2).bfloat16()
+def expert_ref(x: Fp8Rows, weights_f32: Tensor | None, matrices: tuple[Tensor, ...], limit: float) -> Tensor:
+    """One expert's output [R, D] BF16.
+
+    matrices  codes and scales, as block_gemm_ref takes them, of w1 (gate) with w3 (up) after it, then of w2 (down)
+    """
+    gate_and_up, down = matrices[:2], matrices[2:]
+    gate_bf16, up_bf16 = block_gemm_ref(x, *gate_and_up).bfloat16().chunk(2, dim=1)
+    hidden_bf16 = swiglu_ref(gate_bf16, up_bf16, weights_f32, limit)
+    return block_gemm_ref(quantise_rows(hidden_bf16), *down).bfloat16()
 
 
 @operator
@@ -79,8 +76,20 @@ def mixture_ref(
     """The sum that `experts` fills in, FP32 before its one rounding; rows are gathered by expert."""
     x = quantise_rows(u_bf16)
     total_f32 = torch.zeros_like(u_bf16, dtype=torch.float32)
-    for expert in torch.unique(ids_i32).tolist():
+    for expert in sorted(set(ids_i32.flatten().tolist())):
         rows, slot = (ids_i32 == expert).nonzero(as_tuple=True)
-        matrices = [decode_fp4(Fp4Weight(m.codes_e2m1x2[expert], m.scales_e8m0[expert])) for m in routed]
-        total_f32[rows] += expert_ref(x.pick(rows), weights_f32[rows, slot], matrices, limit).float()
-    return total_f32 + expert_ref(x, None, [decode_fp8(m) for m in shared], limit).float()
+        total_f32[rows] += expert_ref(x.pick(rows), weights_f32[rows, slot], _routed(routed, expert), limit).float()
+    matrices = kept.of(shared[0].codes_e4m3, "expert", lambda: _joined(map(decode_fp8, shared)))
+    return total_f32 + expert_ref(x, None, matrices, limit).float()
+
+
+def _routed(matrices: tuple[Fp4Weight, Fp4Weight, Fp4Weight], expert: int) -> tuple[Tensor, ...]:
+    """One expert's matrices as expert_ref takes them."""
+    of_expert = (Fp4Weight(codes[expert], scales[expert]) for codes, scales in matrices)
+    return kept.of(matrices[0].codes_e2m1x2, expert, lambda: _joined(map(decode_fp4, of_expert)))
+
+
+def _joined(matrices: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """w1, w3 and w2 with the first two as one: codes and scales, twice."""
+    w1, w3, w2 = matrices
+    return *(torch.cat(both, dim=-1) for both in zip(w1, w3, strict=True)), *w2

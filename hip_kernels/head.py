@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs
 from rocline.hip_kernels.linear import linear_ref
 
 
@@ -26,8 +26,8 @@ def head(h_bf16: Tensor, weight_bf16: Tensor, logits_f32: Tensor, finite_u8: Ten
     )
     wide = cache(weight_bf16.float)
 
-    def tile(h: Tensor) -> tuple[Tensor, Tensor]:
+    def slab(h: Tensor) -> tuple[Tensor, Tensor]:
         logits = linear_ref(h, wide())
         return logits, torch.isfinite(logits).all(1).to(torch.uint8)
 
-    run_tiles(tile, (h_bf16,), (logits_f32, finite_u8))
+    run_slabs(slab, (h_bf16,), logits_f32, finite_u8)

@@ -34,16 +34,17 @@ def index_score_ref(
     """
     n_rows, n_heads, n_groups, _ = q_codes_f32.shape
     total_f32 = q_codes_f32.new_zeros((n_rows, len(k_codes_f32)))
-    weights_f32 = weights_bf16.float()
+    dot_f32, partial_f32 = torch.empty_like(total_f32), torch.empty_like(total_f32)
     keys = [k_codes_f32[:, g].T.contiguous() for g in range(n_groups)]
+    scales_f32 = k_scales_f32.T.contiguous()
     for head in range(n_heads):  # ascending: the head order is the contract
-        dot_f32 = torch.zeros_like(total_f32)
+        dot_f32.zero_()
         for g in range(n_groups):
             # At most 32 * 36 in quarters: exact in FP32, whatever the library's order.
-            partial = q_codes_f32[:, head, g] @ keys[g]
-            dot_f32 += (partial * q_scales_f32[:, head, g, None]) * k_scales_f32[:, g]
-        relu_f32 = dot_f32.bfloat16().float().relu()
-        total_f32 += (relu_f32 * weights_f32[:, head, None]).bfloat16().float()
+            torch.mm(q_codes_f32[:, head, g], keys[g], out=partial_f32)
+            dot_f32 += partial_f32.mul_(q_scales_f32[:, head, g, None]).mul_(scales_f32[g])
+        relu_bf16 = dot_f32.bfloat16().relu_()
+        total_f32 += relu_bf16.mul_(weights_bf16[:, head, None]).float()
     return total_f32.bfloat16().float()
 
 

@@ -9,13 +9,14 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
-from rocline.hip_kernels.formats import act_quant8, e2m1x2_decode, e4m3_decode, e8m0_decode
+from rocline.hip_kernels.binding import bind_dims, linear_tiles, operator, run_slabs
+from rocline.hip_kernels.formats import act_quant8_groups, e2m1x2_decode, e4m3_decode, e8m0_decode
+from rocline.hip_kernels.kept import kept
 
 K_BLOCK = 32
+GEMM_ROWS, MOST_PRODUCTS = 256, 1 << 18  # at a time: what stays in a core's cache
 
 
 class Fp8Weight(NamedTuple):
@@ -44,9 +45,8 @@ class Fp8Rows(NamedTuple):
 
 def quantise_rows(x_bf16: Tensor) -> Fp8Rows:
     """x [R, K] BF16 as a quantised linear sees it."""
-    codes_e4m3, scales_e8m0 = act_quant8(x_bf16)
-    codes_f64 = e4m3_decode(codes_e4m3).double().unflatten(-1, (-1, K_BLOCK))
-    return Fp8Rows(codes_f64.transpose(0, 1), e8m0_decode(scales_e8m0).T.unsqueeze(2))
+    codes_e4m3, _, scales_f32 = act_quant8_groups(x_bf16)
+    return Fp8Rows(e4m3_decode(codes_e4m3).double().transpose(0, 1), scales_f32.transpose(0, 1))
 
 
 def block_gemm_ref(x: Fp8Rows, codes_f64: Tensor, scales_f32: Tensor) -> Tensor:
@@ -58,12 +58,19 @@ def block_gemm_ref(x: Fp8Rows, codes_f64: Tensor, scales_f32: Tensor) -> Tensor:
     A block's 32 products and their sum are exact in FP64, in any order; each block is rounded to FP32,
     scaled by two powers of two and added ascending into one FP32 accumulator.
     """
-    blocks_f32 = torch.bmm(x.codes_f64, codes_f64).float()  # [K/32, R, N]
-    blocks_f32 *= x.scales_f32
-    blocks_f32 *= scales_f32[:, None]
-    total_f32 = torch.zeros_like(blocks_f32[0])
-    for block_f32 in blocks_f32:
-        total_f32 += block_f32
+    n_rows, n_out = x.codes_f64.shape[1], codes_f64.shape[2]
+    if n_rows > GEMM_ROWS:
+        by_rows = zip(*(part.split(GEMM_ROWS, 1) for part in x), strict=True)
+        return torch.cat([block_gemm_ref(Fp8Rows(*rows), codes_f64, scales_f32) for rows in by_rows])
+    total_f32 = codes_f64.new_zeros((n_rows, n_out), dtype=torch.float32)
+    parts = [(*x, codes_f64, scales_f32.unsqueeze(1))]
+    if codes_f64.shape[0] * n_rows * n_out > MOST_PRODUCTS:
+        n_blocks = max(1, MOST_PRODUCTS // (n_rows * n_out))
+        parts = list(zip(*(operand.split(n_blocks) for operand in parts[0]), strict=True))
+    for x_f64, x_scales_f32, weight_f64, weight_scales_f32 in parts:
+        blocks_f32 = torch.bmm(x_f64, weight_f64).float()  # [blocks, R, N]
+        for block_f32 in blocks_f32.mul_(x_scales_f32).mul_(weight_scales_f32).unbind():
+            total_f32 += block_f32
     return total_f32
 
 
@@ -94,7 +101,8 @@ def fp8_linear(x_bf16: Tensor, weight: Fp8Weight, out_bf16: Tensor) -> None:
             "out_bf16 R N": out_bf16,
         },
     )
-    decoded = cache(lambda: decode_fp8(weight))  # once, and not at all where nothing is computed
+    # Once, and not at all where nothing is computed.
+    decoded = cache(lambda: kept.of(weight.codes_e4m3, "fp8_linear", lambda: decode_fp8(weight)))
     run_slabs(lambda x: block_gemm_ref(quantise_rows(x), *decoded()), (x_bf16,), out_bf16)
 
 
@@ -115,8 +123,8 @@ def fp4_linear(x_bf16: Tensor, weight: Fp4Weight, out_bf16: Tensor) -> None:
 
 
 def linear_ref(x_bf16: Tensor, weight: Tensor) -> Tensor:
-    """FP32 [R, N] of an unquantised linear: x [R, K] and weight [N, K] widened, FP32 accumulation."""
-    return F.linear(x_bf16.float(), weight.float())
+    """FP32 [R, N] of an unquantised linear: x [R, K] and weight [N, K] widened, FP32 accumulation, by tiles of rows."""
+    return linear_tiles(x_bf16, weight.float())
 
 
 @operator
@@ -128,7 +136,7 @@ def bf16_linear(x_bf16: Tensor, weight_bf16: Tensor, out_bf16: Tensor) -> None:
         {"x_bf16 R K": x_bf16, "weight_bf16 N K": weight_bf16, "out_bf16 R N": out_bf16},
     )
     wide = cache(weight_bf16.float)
-    run_tiles(lambda x: linear_ref(x, wide()).bfloat16(), (x_bf16,), (out_bf16,))
+    run_slabs(lambda x: linear_ref(x, wide()), (x_bf16,), out_bf16)
 
 
 @operator
@@ -136,4 +144,4 @@ def f32_linear(x_bf16: Tensor, weight_bf16: Tensor, out_f32: Tensor) -> None:
     """Fill out_f32 [R, N] from x_bf16 [R, K] and weight_bf16 [N, K], both promoted to FP32."""
     bind_dims("f32_linear", "R K N", {"x_bf16 R K": x_bf16, "weight_bf16 N K": weight_bf16, "out_f32 R N": out_f32})
     wide = cache(weight_bf16.float)
-    run_tiles(lambda x: linear_ref(x, wide()), (x_bf16,), (out_f32,))
+    run_slabs(lambda x: linear_ref(x, wide()), (x_bf16,), out_f32)

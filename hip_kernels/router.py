@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_tiles
+from rocline.hip_kernels.binding import bind_dims, linear_tiles, operator, run_slabs
 from rocline.hip_kernels.explog import exp_f32, log_f32
 
 WEIGHT_FLOOR = 1e-20
@@ -20,12 +19,12 @@ def sqrt_softplus_f32(x_f32: Tensor) -> Tensor:
     Above 20 the logarithm is x, below -20 e^x, whose root is e^(x/2): that is normal where e^x is not any more.
     Between, log(u) + (e - (u - 1)) / u is log(1 + e) where u, which is 1 + e rounded, is not.
     """
-    e = exp_f32(-x_f32.abs())
+    e, root = exp_f32(torch.stack((-x_f32.abs(), x_f32.clamp(max=0.0) * 0.5))).unbind()
     u = e + 1.0
     log1p = log_f32(u) + (e - (u - 1.0)) / u
     softplus = torch.where(x_f32 > 20.0, x_f32, x_f32.clamp(min=0.0) + log1p)
     # By way of FP64, which gives the rounded root; the FP32 library's is off by a bit now and then.
-    return torch.where(x_f32 < -20.0, exp_f32(x_f32.clamp(max=0.0) * 0.5), softplus.double().sqrt().float())
+    return torch.where(x_f32 < -20.0, root, softplus.double().sqrt().float())
 
 
 def router_ref(logits_f32: Tensor, bias_f32: Tensor, n_chosen: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,8 +63,10 @@ def router(
         },
     )
     wide = cache(weight_bf16.float)
-    run_tiles(
-        lambda u: router_ref(F.linear(u.float(), wide()), bias_f32, ids_i32.shape[1], factor),
+    run_slabs(
+        lambda u: router_ref(linear_tiles(u, wide()), bias_f32, ids_i32.shape[1], factor),
         (u_bf16,),
-        (scores_f32, ids_i32, weights_f32),
+        scores_f32,
+        ids_i32,
+        weights_f32,
     )

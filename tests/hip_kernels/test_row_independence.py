@@ -282,7 +282,15 @@ NAMES = [
     "embedding",
     "head",
 ]
-PLACES = {1: [0], 2: [0, 1], 63: [0, 31, 62], 64: range(64), 65: [0, 63, 64], 130: [1, 63, 64, 100, 129]}  # by rows
+PLACES = {  # by rows: at the edges of tiles, and of what the references take at a time
+    1: [0],
+    2: [0, 1],
+    63: [0, 31, 62],
+    64: range(64),
+    65: [0, 63, 64],
+    130: [1, 63, 64, 100, 129],
+    300: [127, 255, 256, 299],
+}
 
 
 def same_bits(a, b):

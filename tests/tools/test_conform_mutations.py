@@ -23,6 +23,7 @@ from rocline.hip_kernels import (
     grouped_projection,
     index_score,
     index_vectors,
+    layer_ops,
     mhc,
     rope,
     router,
@@ -61,15 +62,14 @@ def requantised(x_bf16):
     return row_format.unpack(row_format.pack(x_bf16))
 
 
-ROW_NORM = "comb = comb / (comb.sum(-1, keepdim=True) + eps)"
+ROW_NORM = "comb = comb / (comb.sum(1, keepdim=True) + eps)  # [source, destination, row]"
 # name: (what, where in it, edits, an item that fails)
 MISTAKES = {
     "comb transposed": (
         mhc,
         "mhc_merge_ref",
         [
-            ("comb_f32[:, 0, :, None]", "comb_f32[:, :, 0, None]"),
-            ("comb_f32[:, j, :, None]", "comb_f32[:, :, j, None]"),
+            ("comb_f32[:, :, :, None]", "comb_f32.transpose(1, 2)[:, :, :, None]"),
         ],
         "trace x_out",
     ),
@@ -95,10 +95,10 @@ MISTAKES = {
         experts,
         "expert_ref",
         [
-            ("swiglu_ref(gate, up, weight, limit)", "swiglu_ref(gate, up, None, limit)"),
+            ("swiglu_ref(gate_bf16, up_bf16, weights_f32, limit)", "swiglu_ref(gate_bf16, up_bf16, None, limit)"),
             (
-                "return block_gemm_ref(quantise_rows(hidden_bf16), *w2).bfloat16()",
-                "out = block_gemm_ref(quantise_rows(hidden_bf16), *w2)\n"
+                "return block_gemm_ref(quantise_rows(hidden_bf16), *down).bfloat16()",
+                "out = block_gemm_ref(quantise_rows(hidden_bf16), *down)\n"
                 "    return (out if weights_f32 is None else out * weights_f32[:, None]).bfloat16()",
             ),
         ],
@@ -137,34 +137,29 @@ MISTAKES = {
     "wo_a input quantised": (
         grouped_projection,
         "grouped_projection_ref",
-        [("x_bf16[:, g].float()", "requantised(x_bf16[:, g]).float()")],
+        [("x_bf16[:, g]", "requantised(x_bf16[:, g])")],
         "trace attn_out",
     ),
     "wo_b input not quantised": (
-        attention_layer,
-        "project_out",
+        layer_ops,
+        "project_heads",
         [
             (
-                "fp8_linear(grouped_bf16, weights.wo_b, out_bf16)",
-                "out_bf16.copy_(grouped_bf16.float() @ dequantise_tiles(*weights.wo_b).float().T)",
+                "fp8_linear(grouped_bf16, wo_b, out_bf16)",
+                "out_bf16.copy_(grouped_bf16.float() @ dequantise_tiles(*wo_b).float().T)",
             )
         ],
         "trace attn_out",
     ),
     "no inverse rotation": (
-        attention_layer,
-        "project_out",
-        [
-            (
-                "rope(heads_bf16, turn.cos_f32, turn.sin_f32, heads_bf16, inverse=True)",
-                "pass",
-            )
-        ],
+        layer_ops,
+        "attend",
+        [("rope(out_bf16, cos_f32, sin_f32, out_bf16, inverse=True)", "pass")],
         "trace o",
     ),
     "local window one short": (
         attention_layer,
-        "attend",
+        "span_windows",
         [("first = (positions - window + 1)", "first = (positions - window + 2)")],
         "trace o",
     ),
@@ -183,13 +178,13 @@ MISTAKES = {
     "index dot not rounded": (
         index_score,
         "index_score_ref",
-        [("dot_f32.bfloat16().float().relu()", "dot_f32.relu()")],
+        [("dot_f32.bfloat16().relu_()", "dot_f32.relu()")],
         "index_score_4g score",
     ),
     "relu times weight not rounded": (
         index_score,
         "index_score_ref",
-        [("(relu_f32 * weights_f32[:, head, None]).bfloat16().float()", "relu_f32 * weights_f32[:, head, None]")],
+        [("relu_bf16.mul_(weights_bf16[:, head, None]).float()", "relu_bf16.float() * weights_bf16[:, head, None]")],
         "index_score_4g score",
     ),
     "newest candidate block not forced": (
@@ -218,10 +213,10 @@ MISTAKES = {
     ),
     "rotation pairs halves of the channels": (
         rope,
-        "rope_ref",
+        "turned_ref",
         [
-            (".unflatten(-1, (n_pairs, 2))", ".unflatten(-1, (2, n_pairs)).transpose(-1, -2)"),
-            ("dim=-1).flatten(-2)", "dim=-2).flatten(-2)"),
+            (".unflatten(-1, (-1, 2))", ".unflatten(-1, (2, -1)).transpose(-1, -2)"),
+            ("turned.flatten(-2)", "turned.transpose(-1, -2).flatten(-2)"),
         ],
         "rope_apply y",
     ),
