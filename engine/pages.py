@@ -6,6 +6,7 @@ A page id stands for the same positions on every device, so one page table serve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +59,14 @@ class Pages:
         del page_table[keep:]
 
 
+class Pools(NamedTuple):
+    """Of one source in PagePlanes."""
+
+    rows_u8: Tensor
+    keys_u8: Tensor
+    prepared_u8: Tensor | None
+
+
 class PagePlanes:
     """One device's memory behind the page ids: compressed rows and index keys of the sources that it reads or makes.
 
@@ -92,6 +101,10 @@ class PagePlanes:
         self.rows_u8 = planes(self.row_format.row_bytes, rows_per_page)
         self.keys_u8 = planes(self.key_format.row_bytes, rows_per_page)
         self.prepared_u8 = planes(TILE_BYTES, sorted({*sources} & {*prepared}), VECTORS)
+
+    def pools(self, source: int) -> Pools:
+        """Where a source's rows are."""
+        return Pools(self.rows_u8[source], self.keys_u8[source], self.prepared_u8.get(source))
 
     def write(self, source: int, table_i32: Tensor, first: int, rows_u8: Tensor, keys_u8: Tensor) -> None:
         """Store rows first .. first + J - 1 of a source: rows_u8 and keys_u8 [J, bytes], table_i32 the page table.

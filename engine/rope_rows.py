@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rocline.engine import scratch
@@ -17,9 +18,6 @@ class RopeRows(NamedTuple):
 
     cos_f32: Tensor
     sin_f32: Tensor
-
-    def last(self, n_rows: int) -> RopeRows:
-        return RopeRows(self.cos_f32[-n_rows:], self.sin_f32[-n_rows:])
 
     def pick(self, index: Tensor) -> RopeRows:
         return RopeRows(gathered(self.cos_f32, index), gathered(self.sin_f32, index))
@@ -42,8 +40,12 @@ class RopeTables:
 
     def rows(self, positions_i32: Tensor, ratio: int) -> RopeRows:
         """Rows for positions_i32 [R], on the host, in a layer of the given compression ratio."""
+        return RopeRows(*scratch.upload_together(*self.on_host(positions_i32, ratio)))
+
+    def on_host(self, positions_i32: Tensor, ratio: int) -> RopeRows:
+        """`rows` before they go anywhere: every device class takes its cosines from the host."""
         omega_f32 = self.compressed_f32 if ratio else self.plain_f32
         shape = len(positions_i32), len(omega_f32)
-        out = RopeRows(scratch.f32(*shape), scratch.f32(*shape))
+        out = RopeRows(torch.empty(shape), torch.empty(shape))
         rope_table(positions_i32, omega_f32, *out)
         return out

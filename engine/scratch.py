@@ -22,8 +22,9 @@ from rocline.arena.room import Room
 from rocline.arena.scope import leaked_since
 from rocline.arena.spans import ArenaFull, Span, TakenIn
 from rocline.engine.rehearsal import Key, Request, Run, Script, n_bytes_of
-from rocline.hip_kernels.device_ops import upload as upload_to_device
+from rocline.hip_kernels.device_memory import upload as upload_to_device
 from rocline.hip_kernels.dispatch import Place
+from rocline.hip_kernels.paper import PaperPlace
 from rocline.hip_kernels.staging import fetch as fetch_from_device
 
 POISON_BYTE = 0xFF  # NaN in every float and scale format; no valid index or code count
@@ -187,7 +188,7 @@ class StageMemory:
         record_completion: RecordCompletion | None = None,
         name: str = "arena",
         poison: bool = False,
-        place: Place | None = None,
+        place: Place | PaperPlace | None = None,
     ) -> None:
         self.place = place
         self.arena = Arena(arena_bytes, record_completion and LatestWork(record_completion), name=name)

@@ -36,18 +36,20 @@ class Ring:
     def read(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Rows [start, stop) in `out`, or in this thread's memory. Raises RuntimeError when they are not held: reading
         on would be silent noise."""
-        if start != stop and not self.first <= start < stop <= self.end:
-            raise RuntimeError(f"ring holds positions {self.first}..{self.end}, asked for {start}..{stop}")
+        self.check(start, stop)
         out = scratch.like(self.data, stop - start) if out is None else out
         if start != stop:
             gather_rows(self.data, scratch.upload(torch.arange(start, stop) % len(self.data)), out)
         return out
 
+    def check(self, start: int, stop: int) -> None:
+        """Raises RuntimeError when it does not hold [start, stop)."""
+        if start != stop and not self.first <= start < stop <= self.end:
+            raise RuntimeError(f"ring holds positions {self.first}..{self.end}, asked for {start}..{stop}")
+
     def append(self, position: int, rows: Tensor) -> None:
         """Add rows from `position` on; a gap before it empties the ring first."""
-        if position != self.end:
-            self.first = position
-        self.end = position + len(rows)
+        self.note(position, len(rows))
         kept = rows[-len(self.data) :]
         if not kept.is_contiguous():
             kept = scratch.like(kept, len(kept)).copy_(kept)
@@ -55,6 +57,12 @@ class Ring:
         ring_i32 = torch.zeros(len(kept) + 1, dtype=torch.int32)
         slots_i32, ring_i32 = scratch.upload_together(slots_i32, ring_i32)
         put_rows(_bytes(kept), slots_i32, ring_i32[1:], ring_i32[:1, None], _bytes(self.data)[None])
+
+    def note(self, position: int, n_rows: int) -> None:
+        """Rows that somebody writes into their slots."""
+        if position != self.end:
+            self.first = position
+        self.end = position + n_rows
         self.first = max(self.first, self.end - len(self.data))
 
     def truncate(self, length: int) -> None:
@@ -87,6 +95,7 @@ class RingRoom:
     """Where the rings of a kind lie, one a sequence.
 
     n_at_once  sequences that there is room for at once; None: as many as come, each in memory of its own
+    together   [n_at_once, slots, ...] all of them, where there is room for so many
     """
 
     def __init__(
@@ -97,20 +106,30 @@ class RingRoom:
         n_at_once: int | None,
     ) -> None:
         self._new = partial(data_of, ring_shape, dtype)
-        self._all = None if n_at_once is None else data_of((n_at_once, *ring_shape), dtype)
-        self._free = None if self._all is None else list(self._all.unbind())
+        self.together = None if n_at_once is None else data_of((n_at_once, *ring_shape), dtype)
 
-    def take(self) -> Tensor:
-        """Room for one sequence's ring. Raises RuntimeError when all is taken."""
+    def ring(self, number: int) -> Ring:
+        """An empty one, in the memory of this number."""
+        return Ring(self._new() if self.together is None else self.together[number])
+
+
+class RingNumbers:
+    """Which rings of every room are a sequence's."""
+
+    def __init__(self, n_at_once: int | None) -> None:
+        self._free = None if n_at_once is None else list(range(n_at_once))
+
+    def take(self) -> int:
+        """A number that no open sequence has. Raises RuntimeError when all are taken."""
         if self._free is None:
-            return self._new()
+            return 0
         if not self._free:
             raise RuntimeError("no room for the rings of one more sequence; close one, or load with more at once")
         return self._free.pop()
 
-    def give_back(self, data: Tensor) -> None:
+    def give_back(self, number: int) -> None:
         if self._free is not None:
-            self._free.append(data)
+            self._free.append(number)
 
 
 Rings = tuple[dict[int, Ring], dict[int, Ring]]  # of windows and of pairs, by layer
@@ -121,9 +140,11 @@ class SequenceState:
     """Rings by layer: window rows (packed, 528 B at the release's width) and pair rows of ratio-2 sources.
 
     A pair row is the FP32 value and gate of one token, [2, D]; the one before an odd length is the open pair.
-    page_table is shared with every other stage and changed by the owner of the pages alone.
+    page_table is shared with every other stage and changed by the owner of the pages alone. ring_number says which
+    rings of their rooms they are.
     """
 
+    ring_number: int
     windows: dict[int, Ring]
     pairs: dict[int, Ring]
     page_table: list[int]

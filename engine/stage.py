@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FreshRows, HandOff, RowKind, gathered, positions_of
+from rocline.engine.handoff import HandOff, RowKind, gathered
+from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
+from rocline.engine.layers.attention import AttentionWeights
 from rocline.engine.pages import PagePlanes
 from rocline.engine.record import Recorder, ignore
-from rocline.engine.rope_rows import RopeRows, RopeTables
+from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import Route, StageLayers
+from rocline.engine.row_tables import RingPlaces, RowTables, TableMaker
 from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import Ring, RingData, RingRoom, Rings, SequenceState, host_zeros, ring_slots
+from rocline.engine.sequence import RingData, RingNumbers, RingRoom, Rings, SequenceState, host_zeros, ring_slots
 from rocline.engine.weights import LayerWeights, SideWeights
+from rocline.hip_kernels.attention_hip import Selected, Windows
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import layer_kind
+from rocline.hip_kernels.layer_ops import attend
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Rows between two layers of a visit.
+
+    tables   of these rows
+    unmixed  the last sublayer's output, if it is not in the streams yet: the next one takes it along
+    """
+
+    rows: HandOff
+    tables: RowTables
+    unmixed: streams.Unmixed | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.rows.tensors(), *self.tables.tensors(), *(self.unmixed.tensors() if self.unmixed else ())]
+
+    def mixed(self) -> _Running:
+        """The same with whole streams."""
+        if self.unmixed:
+            streams.merge(self.unmixed, self.rows.streams_bf16)
+        return replace(self, unmixed=None)
 
 
 class Stage:
@@ -61,10 +88,14 @@ class Stage:
         self.planes = planes
         self.memory = memory
         self.sequences: dict[int, SequenceState] = {}
-        self._tables = RopeTables(self.config)
         self._shared_key_slot = shared_key_slot
         self._last_keys: int | None = None
         self._windows, self._pairs = self._ring_rooms(ring_data, sequences_at_once)
+        self._ring_numbers = RingNumbers(sequences_at_once)
+        rope, together = RopeTables(self.config), sequences_at_once is not None
+        ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
+        self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
+        self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
 
     def _ring_rooms(
         self, ring_data: RingData, sequences_at_once: int | None
@@ -85,18 +116,17 @@ class Stage:
 
         Raises RuntimeError where sequences_at_once are open.
         """
+        number = self._ring_numbers.take()
         self.sequences[sequence] = SequenceState(
-            windows={layer: Ring(room.take()) for layer, room in self._windows.items()},
-            pairs={side: Ring(room.take()) for side, room in self._pairs.items()},
+            ring_number=number,
+            windows={layer: room.ring(number) for layer, room in self._windows.items()},
+            pairs={side: room.ring(number) for side, room in self._pairs.items()},
             page_table=page_table,
         )
 
     def close(self, sequence: int) -> None:
         """Forget a sequence. Its pages are their owner's to give back."""
-        state = self.sequences.pop(sequence)
-        for rooms, rings in ((self._windows, state.windows), (self._pairs, state.pairs)):
-            for layer, ring in rings.items():
-                rooms[layer].give_back(ring.data)
+        self._ring_numbers.give_back(self.sequences.pop(sequence).ring_number)
 
     def snapshot(self, sequence: int) -> Rings:
         """The rings as they are, in host memory. Waits for the device."""
@@ -141,14 +171,19 @@ class Stage:
             rows = rows() if callable(rows) else rows.copied()
             for fresh in rows.fresh:
                 if fresh.source in route.stores:
-                    self._store(fresh)
+                    self._sides.store(fresh)
+                    self._last_keys = fresh.source
             rows = self._forwarded(rows, route)
+            running = _Running(rows, self._tables(rows))
             for at, layer in enumerate(work.steps):
                 if at:
                     between()
-                rows = self._step(work, layer, rows, record)
-            rows = self._forwarded(rows, route)
+                running = self._step(work, layer, running, record)
+            rows = self._forwarded(running.mixed().rows, route)
             return replace(rows, lease=self.memory.lease(rows.tensors()))
+
+    def _tables(self, rows: HandOff) -> RowTables:
+        return self._tables_of(rows.spans, [self.sequences[span.sequence] for span in rows.spans])
 
     def _forwarded(self, rows: HandOff, route: Route) -> HandOff:
         """The rows without the fresh ones that no later visit needs."""
@@ -158,8 +193,8 @@ class Stage:
         self.memory.free(tensor for fresh in spent for tensor in (fresh.rows_u8, fresh.keys_u8))
         return replace(rows, fresh=tuple(fresh for fresh in rows.fresh if fresh.source in route.forwards))
 
-    def _step(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
-        """One layer; of its temporaries only the new hand-off stays, and of the old one what that still refers to."""
+    def _step(self, work: StageLayers, layer: int, rows: _Running, record: Recorder) -> _Running:
+        """One layer; of its temporaries only what runs on stays, and of the old ones what that still refers to."""
         with self.memory.scope(), layer_kind(self.config.layers[layer].kind):
             new = self._run_layer(work, layer, rows, record)
             before = {tensor.data_ptr() for tensor in rows.tensors()}
@@ -168,139 +203,230 @@ class Stage:
         self.memory.free(tensor for tensor in rows.tensors() if tensor.data_ptr() not in after)
         return new
 
-    def _store(self, fresh: FreshRows) -> None:
-        table_i32 = self.sequences[fresh.sequence].table_i32
-        self.planes.write(fresh.source, table_i32, fresh.first, fresh.rows_u8, fresh.keys_u8)
-        if len(fresh.keys_u8):
-            self._last_keys = fresh.source
-
-    def _run_layer(self, work: StageLayers, layer: int, rows: HandOff, record: Recorder) -> HandOff:
+    def _run_layer(self, work: StageLayers, layer: int, running: _Running, record: Recorder) -> _Running:
         role, weights, config = self.config.layers[layer], self.weights[layer], self.config
         if role.engram is not None and layer in work.layers and isinstance(weights, LayerWeights):
-            rows = self._engram(role, weights, rows, record)
+            running = self._engram(role, weights, running, record)
+        entered = raw_bf16 = None
         if layer in work.kv_sides:
-            rows = self._kv_side(role, weights, rows, record)
+            running, entered, raw_bf16 = self._kv_side(role, weights, work, running, record)
         if layer not in work.layers:
-            return rows
+            return running
         assert isinstance(weights, LayerWeights), f"of layer {layer} only the key/value side is here"
-        record(layer, "x_in", rows.streams_bf16)
-        record(layer, "pre_in", rows.pre_f32)
-        rows, out_bf16, mixed = self._attention(role, weights, rows, record)
+        record(layer, "x_in", running.rows.streams_bf16)
+        record(layer, "pre_in", running.rows.pre_f32)
+        if entered is None:
+            entered = self._enter(weights, running)
+        running, unmixed = self._attention(role, weights, running, entered, raw_bf16, record)
+        rows = running.rows
         if not rows.n_rows:
-            return rows
-        u_bf16, mixed = streams.merge_enter(
-            config, out_bf16, mixed, weights.ffn_norm_bf16, weights.hc_ffn, rows.streams_bf16
-        )
-        out_bf16 = experts.mixture(config, weights.experts, layer, u_bf16, record)
-        streams.merge(out_bf16, rows.streams_bf16, mixed)
+            return running
+        into = streams.merge_enter(config, unmixed, weights.ffn_norm_bf16, weights.hc_ffn, rows.streams_bf16)
+        u_bf16, mixed = into.u_bf16, into.coefficients
+        out_bf16 = experts.mixture(config, weights.experts, layer, u_bf16, record, into.rounded_bf16)
+        running = _Running(replace(rows, pre_f32=mixed.pre_f32), running.tables, streams.Unmixed(out_bf16, mixed))
+        if record is not ignore:
+            running = running.mixed()
         record(layer, "u_ffn", u_bf16)
         record(layer, "moe_out", out_bf16)
         _record_mix(record, layer, "hc_ffn", mixed)
-        record(layer, "x_out", rows.streams_bf16)
-        return replace(rows, pre_f32=mixed.pre_f32)
+        record(layer, "x_out", running.rows.streams_bf16)
+        return running
 
-    def _engram(self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder) -> HandOff:
-        """The rows after the layer's Engram addition; rows gathered ahead are let go after the last such layer."""
+    def _enter(self, weights: LayerWeights, running: _Running) -> streams.Entered:
+        """The attention sublayer's input and coefficients; the streams are whole then."""
+        into = weights.attn_norm_bf16, weights.hc_attn, running.rows.streams_bf16
+        if running.unmixed is None:
+            return streams.enter(self.config, *into, running.rows.pre_f32)
+        return streams.merge_enter(self.config, running.unmixed, *into)
+
+    def _engram(self, role: LayerRole, weights: LayerWeights, running: _Running, record: Recorder) -> _Running:
+        """The rows after the layer's Engram addition, with whole streams; rows gathered ahead are let go after the
+        last such layer."""
         assert weights.engram is not None
+        rows = running.rows
         if rows.n_rows:
-            args = rows.streams_bf16, rows.lookback_i32, rows.engram
+            args = running.unmixed, rows.streams_bf16, rows.lookback_i32, rows.engram
             streams.add_engram(self.config, weights.engram, role.layer, *args, record)
         if rows.engram and role.layer == max(self.config.engram_layer_ids):
             rows.engram.release()
             rows = replace(rows, engram=None)
-        return rows
+        return _Running(rows, running.tables)
 
-    def _kv_side(self, role: LayerRole, weights: SideWeights, rows: HandOff, record: Recorder) -> HandOff:
-        """Compressed rows and index keys of all rows present; then only those go on that the layer itself needs."""
+    def _kv_side(
+        self, role: LayerRole, weights: SideWeights, work: StageLayers, running: _Running, record: Recorder
+    ) -> tuple[_Running, streams.Entered | None, Tensor | None]:
+        """Compressed rows and index keys of all rows present; then only those go on that the layer itself needs.
+
+        Both read the same input where the layer runs here too and needs all rows; that is then returned, and the
+        index heads' weights before their factor [R, h] where they came along.
+        """
         assert weights.compressor is not None
-        config = self.config
-        u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
-        if role.ratio == 2:
-            planes_f32 = compressor.pair_rows(config, weights.compressor, u_bf16)
+        config, side, rows = self.config, weights.compressor, running.rows
+        floors = [span.reach.floor(role.layer) for span in rows.spans]
+        entered = raw_bf16 = None
+        if role.layer in work.layers and isinstance(weights, LayerWeights) and rows.tail_index(floors) is None:
+            entered = self._enter(weights, running)
+            running, u_bf16 = replace(running, unmixed=None), entered.u_bf16
         else:
-            latents_bf16 = compressor.single_latent(config, weights.compressor, u_bf16)
-        fresh = []
-        for span, place in rows.slices():
+            running = running.mixed()
+            u_bf16 = streams.collapse_norm(config, weights.attn_norm_bf16, rows.streams_bf16, rows.pre_f32)
+        if role.ratio not in running.tables.groups:
+            fresh = self._sides.one_by_one(role, side, rows, u_bf16, record)
+        else:
             if role.ratio == 2:
-                ring = self.sequences[span.sequence].pairs[role.layer]
-                latent = compressor.pooled_latent(config, weights.compressor, ring, span, planes_f32[:, place])
+                projected = compressor.pair_rows(config, side, u_bf16)
+            elif entered and isinstance(weights, LayerWeights) and weights.indexer and self._is_prepared(role):
+                projected, raw_bf16 = indexer.latent_and_head_weights(config, side, weights.indexer, u_bf16)
             else:
-                latent = latents_bf16[place]
-            if span.keeps_rows and len(latent):
-                made = compressor.fresh_rows(config, weights.compressor, role, self._tables, span, latent, record)
-                self._store(made)
-                fresh.append(made)
-        rows = replace(rows, fresh=(*rows.fresh, *fresh))
-        return rows.from_floors([span.reach.floor(role.layer) for span in rows.spans])
+                projected = compressor.latent_projection(config, side, u_bf16)
+            forwards = role.layer in self.routes[self.visits.index(work)].forwards
+            fresh = self._sides.together(role, side, rows, running.tables, projected, record, forwards)
+        if any(span.keeps_rows and closed_by(span, role.ratio) for span in rows.spans):
+            self._last_keys = role.layer
+        running = self._from_floors(replace(running, rows=replace(rows, fresh=(*rows.fresh, *fresh))), floors)
+        return running, entered, raw_bf16
+
+    def _is_prepared(self, role: LayerRole) -> bool:
+        """Whether the keys that the layer scores are kept as kernels read them."""
+        return role.kv_source in self.planes.prepared_u8
+
+    def _from_floors(self, running: _Running, floors: list[int]) -> _Running:
+        """Only the rows at or after each span's floor; the streams are whole."""
+        rows = running.rows.from_floors(floors)
+        return running if rows is running.rows else _Running(rows, self._tables(rows))
 
     def _attention(
-        self, role: LayerRole, weights: LayerWeights, rows: HandOff, record: Recorder
-    ) -> tuple[HandOff, Tensor, streams.Coefficients]:
-        """The rows that the next layer needs, the attention sublayer's output for them, and its coefficients.
+        self,
+        role: LayerRole,
+        weights: LayerWeights,
+        running: _Running,
+        entered: streams.Entered,
+        raw_bf16: Tensor | None,
+        record: Recorder,
+    ) -> tuple[_Running, streams.Unmixed]:
+        """The rows that the next layer needs, and the attention sublayer's output for them.
 
         Window rows are made of all rows present.
         """
         config, layer, w = self.config, role.layer, weights.attention
-        turn = self._tables.rows(positions_of(rows.spans), role.ratio)
-        u_bf16, mixed = streams.enter(config, weights.attn_norm_bf16, weights.hc_attn, rows.streams_bf16, rows.pre_f32)
-        fresh_u8 = attention.window_rows(config, w, u_bf16, turn)
+        u_bf16, mixed = entered.u_bf16, entered.coefficients
+        all_rows, rings = running.rows, running.tables.rings
+        floors = [span.reach.enters(layer + 1) for span in all_rows.spans]
+        kept = all_rows.tail_index(floors)
+        turn = running.tables.turn(role.ratio)
         record(layer, "u_attn", u_bf16)
-        record(layer, "window_kv", fresh_u8)
-        floors = [span.reach.enters(layer + 1) for span in rows.spans]
-        places, kept = rows.slices(), rows.tail_index(floors)
-        if kept is not None:
-            kept = scratch.upload(kept)
-            rows, u_bf16, turn = rows.from_floors(floors), gathered(u_bf16, kept), turn.pick(kept)
+        if kept is None:
+            into = None if rings is None else (self._ring_rows(layer, all_rows), rings.slots_i32)
+            low, fresh_u8 = attention.latents(config, w, entered, turn, into)
+        else:
+            fresh_u8 = attention.window_rows(config, w, u_bf16, turn)
+            kept, rings = scratch.upload(kept), None
+            running, u_bf16 = self._from_floors(running, floors), gathered(u_bf16, kept)
             mixed = streams.Coefficients(*(gathered(values, kept) for values in mixed))
-        qr_bf16 = attention.low_rank_query(config, w, u_bf16)
-        q_bf16 = attention.rotated_query(config, w, qr_bf16, turn)
-        if role.has_indexer:
-            rows = self._select(role, weights, rows, u_bf16, qr_bf16, turn, record)
-        record(layer, "qr", qr_bf16)
+            turn = running.tables.turn(role.ratio)
+            low, raw_bf16 = attention.LowRank(attention.low_rank_query(config, w, u_bf16)), None
+        if record is not ignore:
+            made_u8 = fresh_u8 if rings is None else gathered(fresh_u8, rings.slots_i32.long())
+            record(layer, "window_kv", made_u8)
+        if role.has_indexer and self._is_prepared(role):
+            assert weights.indexer is not None
+            q_bf16, index_bf16 = indexer.both_queries(config, w, weights.indexer, low, turn)
+            if raw_bf16 is None:
+                raw_bf16 = indexer.raw_head_weights(config, weights.indexer, u_bf16)
+            running = replace(running, rows=self._select_prepared(role, running, index_bf16, raw_bf16, record))
+        else:
+            q_bf16 = attention.rotated_query(config, w, low, turn)
+            if role.has_indexer:
+                running = replace(running, rows=self._select(role, weights, running, u_bf16, low.qr_bf16, record))
+        record(layer, "qr", low.qr_bf16)
         record(layer, "q", q_bf16)
-        for (span, place), (_, tail) in zip(places, rows.slices(), strict=True):
-            state = self.sequences[span.sequence]
-            attention.attend(
-                config,
-                w.sink_f32,
-                None if role.kv_source is None else self.planes.rows_u8[role.kv_source],
-                None if role.kv_source is None else state.table_i32,
-                state.windows[layer],
-                span,
-                fresh_u8[place],
-                q_bf16[tail],
-                rows.selected_i32[tail] if role.ratio and rows.selected_i32 is not None else None,
-            )
-        out_bf16 = attention.project_out(config, w, layer, q_bf16, turn, record)
+        self._attend(role, w, running, all_rows, fresh_u8, rings, q_bf16)
+        record(layer, "o", q_bf16)
+        out_bf16 = attention.project_out(config, w, q_bf16)
         record(layer, "attn_out", out_bf16)
         _record_mix(record, layer, "hc_attn", mixed)
-        return rows, out_bf16, mixed
+        return running, streams.Unmixed(out_bf16, mixed)
+
+    def _ring_rows(self, layer: int, rows: HandOff) -> Tensor:
+        """[all slots, bytes] the window rings of a layer, into which the rows' own are about to be written."""
+        window, room_u8 = self.config.sliding_window, self._windows[layer].together
+        assert room_u8 is not None
+        for span in [span for span in rows.spans if span.n_rows]:
+            ring = self.sequences[span.sequence].windows[layer]
+            ring.check(max(0, span.start - window + 1), span.start)
+            ring.note(span.start, span.n_rows)
+        return room_u8.flatten(0, 1)
+
+    def _attend(
+        self,
+        role: LayerRole,
+        weights: AttentionWeights,
+        running: _Running,
+        all_rows: HandOff,
+        fresh_u8: Tensor,
+        rings: RingPlaces | None,
+        q_bf16: Tensor,
+    ) -> None:
+        """Turn the queries of `running` into head outputs. fresh_u8 are the window rows of all_rows, or where they lie
+        in the rings already."""
+        rows, tables = running.rows, running.tables
+        compressed = None
+        if role.kv_source is not None and rows.selected_i32 is not None:
+            of_source_u8 = self.planes.rows_u8[role.kv_source]
+            compressed = Selected(of_source_u8, tables.page_tables_i32, tables.sequence_i32, rows.selected_i32)
+        turn, sink_f32, window = tables.turn(role.ratio), weights.sink_f32, self.config.sliding_window
+        if rings is not None:
+            room_u8 = self._windows[role.layer].together
+            assert room_u8 is not None
+            windows = Windows(room_u8, rings.ring_i32, rings.first_i32, rings.count_i32, window)
+            attend(q_bf16, windows, compressed, sink_f32, *turn, q_bf16)
+            return
+        for at, ((span, place), (_, tail)) in enumerate(zip(all_rows.slices(), rows.slices(), strict=True)):
+            ring = self.sequences[span.sequence].windows[role.layer]
+            seen = attention.span_windows(window, ring, span, fresh_u8[place], len(q_bf16[tail]))
+            if seen is not None:
+                own = compressed and replace(
+                    compressed,
+                    page_tables_i32=tables.page_tables_i32[at : at + 1],
+                    sequence_i32=seen.ring_i32,
+                    index_i32=compressed.index_i32[tail],
+                )
+                cos_f32, sin_f32 = turn.cos_f32[tail], turn.sin_f32[tail]
+                attend(q_bf16[tail], seen, own, sink_f32, cos_f32, sin_f32, q_bf16[tail])
+
+    def _select_prepared(
+        self, role: LayerRole, running: _Running, index_bf16: Tensor, head_weights_bf16: Tensor, record: Recorder
+    ) -> HandOff:
+        """_select for all spans at once, from index queries [R, h * d] and head weights, both as projected."""
+        assert role.kv_source is not None
+        config, rows, tables = self.config, running.rows, running.tables
+        selected_i32, blocks_i32 = self._room_for_choice(role, rows)
+        q_rows_u8 = None if record is ignore else indexer.query_room(config, rows.n_rows)
+        looking = index_bf16, head_weights_bf16, q_rows_u8
+        keys_u8 = self.planes.prepared_u8[role.kv_source]
+        indexer.select_prepared(config, role, keys_u8, tables, *looking, selected_i32, blocks_i32)
+        if q_rows_u8 is not None:
+            record(role.layer, "index_q", q_rows_u8)
+        return _chosen(role, rows, head_weights_bf16, selected_i32, blocks_i32, record)
 
     def _select(
         self,
         role: LayerRole,
         weights: LayerWeights,
-        rows: HandOff,
+        running: _Running,
         u_bf16: Tensor,
         qr_bf16: Tensor,
-        turn: RopeRows,
         record: Recorder,
     ) -> HandOff:
         """The hand-off with this index source's list, and its candidate blocks if it produces them."""
         assert weights.indexer is not None
         assert role.kv_source is not None
-        config = self.config
-        q_rows_u8 = indexer.query_rows(config, weights.indexer, qr_bf16, turn)
+        config, rows = self.config, running.rows
+        q_rows_u8 = indexer.query_rows(config, weights.indexer, qr_bf16, running.tables.turn(role.ratio))
         weights_bf16 = indexer.head_weights(config, weights.indexer, u_bf16)
-        selected_i32 = scratch.i32(rows.n_rows, config.index_topk)
-        blocks_i32 = rows.blocks_i32
-        if role.writes_candidates:
-            blocks_i32 = scratch.i32(rows.n_rows, config.candidate_topk_blocks)
-        if (prepared_u8 := self.planes.prepared_u8.get(role.kv_source)) is not None:
-            tables = [self.sequences[span.sequence].table_i32 for span in rows.spans]
-            given = rows.spans, q_rows_u8, weights_bf16, selected_i32, blocks_i32
-            indexer.select_prepared(config, role, prepared_u8, tables, *given)
-        for span, place in rows.slices() if prepared_u8 is None else ():
+        selected_i32, blocks_i32 = self._room_for_choice(role, rows)
+        for span, place in rows.slices():
             keys = role.kv_source
             if self._shared_key_slot and span.kind is RowKind.DECODE and self._last_keys is not None:
                 keys = self._last_keys
@@ -317,11 +443,29 @@ class Stage:
                 record,
             )
         record(role.layer, "index_q", q_rows_u8)
-        record(role.layer, "index_w", weights_bf16)
-        record(role.layer, "sel", selected_i32)
-        if role.writes_candidates and blocks_i32 is not None:
-            record(role.layer, "cand_blocks", blocks_i32)
-        return replace(rows, selected_i32=selected_i32, blocks_i32=blocks_i32)
+        return _chosen(role, rows, weights_bf16, selected_i32, blocks_i32, record)
+
+    def _room_for_choice(self, role: LayerRole, rows: HandOff) -> tuple[Tensor, Tensor | None]:
+        """The list to be filled, and the candidate blocks: to be filled by their producer, else as they are."""
+        config, blocks_i32 = self.config, rows.blocks_i32
+        if role.writes_candidates:
+            blocks_i32 = scratch.i32(rows.n_rows, config.candidate_topk_blocks)
+        return scratch.i32(rows.n_rows, config.index_topk), blocks_i32
+
+
+def _chosen(
+    role: LayerRole,
+    rows: HandOff,
+    head_weights_bf16: Tensor,
+    selected_i32: Tensor,
+    blocks_i32: Tensor | None,
+    record: Recorder,
+) -> HandOff:
+    record(role.layer, "index_w", head_weights_bf16)
+    record(role.layer, "sel", selected_i32)
+    if role.writes_candidates and blocks_i32 is not None:
+        record(role.layer, "cand_blocks", blocks_i32)
+    return replace(rows, selected_i32=selected_i32, blocks_i32=blocks_i32)
 
 
 def _record_mix(record: Recorder, layer: int, name: str, mixed: streams.Coefficients) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, run_slabs
+from rocline.hip_kernels.binding import bind_dims, operator, run_slabs
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import Kernel, launch
 
@@ -28,6 +28,7 @@ def act_quant8_hip(x_bf16: Tensor, codes_e4m3: Tensor, scales_e8m0: Tensor) -> N
         launch(_QUANT, grid=(-(-n_pieces // THREADS), 1), args=(codes_e4m3, scales_e8m0, x_bf16, n_pieces))
 
 
+@operator
 def act_round8(x_bf16: Tensor, rounded_bf16: Tensor) -> None:
     """Fill rounded_bf16 [R, K] with x_bf16 [R, K] as its ActQuant8 codes and scales say it; they may be one tensor."""
     _, width = bind_dims("act_round8", "R K", {"x_bf16 R K": x_bf16, "rounded_bf16 R K": rounded_bf16})

@@ -2,55 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
+import torch
 from torch import Tensor
 
 from rocline.hip_kernels.binding import BindError, bind_dims
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import Kernel, launch
 
-TILE, BLOCK, QUARTERS = 16, 64, 4
+TILE, BLOCK, HALF, QUARTERS = 16, 64, 32, 4
 MOST_SLOTS = 640  # of a list: the release's 128 and 512
+# Up to so many rows, many workgroups share a row; more rows fill a card with a workgroup each.
+FEW_ROWS = 48
+ENOUGH_WORKGROUPS = 400  # where more of them, each with less to do, no longer gain
+
+
+def _tiles(n_heads: int) -> int:
+    return -(-n_heads // TILE)
+
+
+def _half_bytes(n_tiles: int, width: int) -> int:
+    """Rows of half a block, and quarters of its scores of so many tiles of heads."""
+    return HALF * (width + 8) * 2 + n_tiles * 2 * (QUARTERS - 1) * TILE * TILE * 4
 
 
 def _lds_bytes(n_heads: int, width: int, n_slots: int) -> int:
-    """As struct Lds: two tiles' rows; quarters of scores or weights; 12 floats a head; places of all slots."""
-    tiles = -(-n_heads // TILE)
-    exchange = max(tiles * 2 * (QUARTERS - 1) * TILE * TILE * 4, tiles * TILE * (BLOCK + 8) * 2)
-    return (
-        BLOCK // 2 * (width + 8) * 2
-        + exchange
-        + (2 * QUARTERS + 4) * tiles * TILE * 4
-        + -(-n_slots // BLOCK) * BLOCK * 4
-    )
+    """As struct Lds: half a block; 12 floats a head; places of all slots. Weights lie where the quarters do."""
+    tiles = _tiles(n_heads)
+    return _half_bytes(tiles, width) + (2 * QUARTERS + 4) * tiles * TILE * 4 + n_slots * 4
+
+
+def _score_tiles(n_heads: int) -> int:
+    """Of heads, in a workgroup of attention_scores."""
+    return 1 if _tiles(n_heads) % 2 else 2
+
+
+def _columns(width: int) -> int:
+    """Channels of a workgroup of attention_values."""
+    return 64 if width % 128 else 128
+
+
+def _value_lds_bytes(width: int) -> int:
+    """As struct ValueLds: weights; two floats a head and tile, two a head and block, one; outputs."""
+    tiles, blocks = MOST_SLOTS // TILE, MOST_SLOTS // BLOCK
+    floats = (2 * (tiles + 4) + 2 * blocks + 1) * TILE
+    return TILE * (MOST_SLOTS + 8) * 2 + floats * 4 + TILE * (_columns(width) + 8) * 2
+
+
+def _parts(n_rows: int, n_halves: int, n_groups: int) -> int:
+    """Halves of a workgroup of attention_scores: one, until there are enough workgroups."""
+    return min(n_halves, -(-n_rows * n_halves * n_groups // ENOUGH_WORKGROUPS))
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Of one shape: a workgroup a row, and the two launches of few rows."""
+
+    whole: Kernel
+    scores: Kernel
+    values: Kernel
 
 
 @cache
-def _kernel(n_heads: int, width: int) -> Kernel:
-    return Kernel(
-        "attention.hip",
-        "attention",
-        "P" * 11 + "iiiiif",
-        threads=32 * QUARTERS * -(-n_heads // TILE),
-        defines={"HEADS": n_heads, "WIDTH": width},
-        lds_bytes=_lds_bytes(n_heads, width, MOST_SLOTS),
+def _kernels(n_heads: int, width: int) -> _Kernels:
+    defines = {"HEADS": n_heads, "WIDTH": width}
+    return _Kernels(
+        Kernel(
+            "attention.hip",
+            "attention",
+            "P" * 13 + "iiiiiif",
+            threads=32 * QUARTERS * _tiles(n_heads),
+            defines=defines,
+            lds_bytes=_lds_bytes(n_heads, width, MOST_SLOTS),
+        ),
+        Kernel(
+            "attention_few.hip",
+            "attention_scores",
+            "P" * 12 + "iiiiii",
+            threads=32 * QUARTERS * _score_tiles(n_heads),
+            defines=defines,
+            lds_bytes=_half_bytes(_score_tiles(n_heads), width) + MOST_SLOTS * 4,
+        ),
+        Kernel(
+            "attention_few.hip",
+            "attention_values",
+            "P" * 7 + "iif",
+            threads=_columns(width) * 2,
+            defines=defines,
+            lds_bytes=_value_lds_bytes(width),
+        ),
     )
 
 
-RELEASE_KERNELS = (_kernel(64, 512),)
+_RELEASE = _kernels(64, 512)
+RELEASE_KERNELS = (_RELEASE.whole, _RELEASE.scores, _RELEASE.values)
 
 
 @dataclass(frozen=True)
 class Windows:
     """Packed window rows in rings, and which of them each row sees: slots first, first + 1, ... of its ring.
 
-    rows_u8    [rings, S, D + D/32]; a chunk's own contiguous rows are one ring that nothing wraps round in
-    ring_i32   [R]
+    rows_u8    [rings, S, D + D/32]: all rings of a layer, in which position p lies in slot p % S. A chunk's own
+               contiguous rows are one ring that nothing wraps round in
+    ring_i32   [R] the ring of the row's sequence
     first_i32  [R] slot of the first entry, in ascending position; entry i is slot (first + i) % S
     count_i32  [R] entries, 1..size
     size       slots of the list that are the window's, present or not
+
+    Rows of one sequence may be verified together in its ring, each seeing up to its own position: with S at least
+    size + rows - 1, none of their own rows has taken the place of one that an earlier of them sees.
     """
 
     rows_u8: Tensor
@@ -76,15 +140,121 @@ class Selected:
     index_i32: Tensor
 
 
+@dataclass(frozen=True)
+class Turn:
+    """cos_f32, sin_f32 [R, rope_dim/2] of the rows' own positions."""
+
+    cos_f32: Tensor
+    sin_f32: Tensor
+
+
+def list_slots(windows: Windows, selected: Selected | None) -> int:
+    """Slots of every row's list, in whole blocks."""
+    n_selected = selected.index_i32.shape[1] if selected else 0
+    return -(-(windows.size + n_selected) // BLOCK) * BLOCK
+
+
+def room_bytes(n_rows: int, n_heads: int, width: int, n_slots: int) -> int:
+    """What attention_hip needs between its two launches for few rows; 0 for more rows than FEW_ROWS."""
+    return sum(_room_parts(n_rows, n_heads, width, n_slots)) if n_rows <= FEW_ROWS else 0
+
+
+def _room_parts(n_rows: int, n_heads: int, width: int, n_slots: int) -> tuple[int, int, int]:
+    """Bytes of BF16 values, of an FP32 score a head, and of a bit a slot."""
+    slots = n_rows * n_slots
+    return slots * width * 2, slots * _tiles(n_heads) * TILE * 4, slots // 8
+
+
 def attention_hip(
-    q_bf16: Tensor, windows: Windows, selected: Selected | None, sink_f32: Tensor, out_bf16: Tensor
+    q_bf16: Tensor,
+    windows: Windows,
+    selected: Selected | None,
+    sink_f32: Tensor,
+    out_bf16: Tensor,
+    room_u8: Tensor | None,
+    turn: Turn | None = None,
 ) -> None:
     """Fill out_bf16 [R, H, D], which may be q_bf16 itself, on the current stream; see attention.attention.
 
-    sink_f32 [H]. Lists, blocks and roundings are the reference's; the order of a dot's additions is the matrix
-    instructions' own, and exp is the target's. A row's bits do not depend on the others. Raises BindError.
+    sink_f32 [H]. room_u8 [n], n at least room_bytes(R, H, D, list_slots(windows, selected)); None where that is 0.
+    With `turn` the last rope_dim channels of every head output are rotated back: the bits of rope_hip with
+    inverse=True after this. Packed rows start where 16 bytes do, if a row is as many times 16.
+
+    Rows may be of any sequences in any order: windows.rows_u8 is a layer's whole room of rings, so one call does a
+    layer's decoding or verifying rows. Lists, blocks and roundings are the reference's; the order of a dot's
+    additions is the matrix instructions' own, and exp is the target's. A row's bits do not depend on the others, nor
+    on how many they are. Raises BindError.
     """
     n_rows, n_heads, width = q_bf16.shape
+    _check(q_bf16, windows, selected, sink_f32, out_bf16, turn)
+    n_slots = list_slots(windows, selected)
+    wanted_bytes = room_bytes(n_rows, n_heads, width, n_slots)
+    if wanted_bytes and (room_u8 is None or room_u8.dtype != torch.uint8 or room_u8.nbytes < wanted_bytes):
+        given = "none" if room_u8 is None else f"{room_u8.dtype} {list(room_u8.shape)}"
+        raise BindError(f"attention: room_u8 is {given}, want {wanted_bytes} bytes for {n_rows} rows; see room_bytes")
+    if room_u8 is not None and room_u8.data_ptr() % 16:
+        raise BindError(f"attention: room_u8 starts at {room_u8.data_ptr():#x}, want a multiple of 16")
+    if not n_rows:
+        return
+    compressed: tuple[Tensor | None, ...] = (None,) * 4
+    sizes: tuple[int, ...] = (0, 1, 0)
+    if selected:
+        compressed = (selected.rows_u8, selected.page_tables_i32, selected.sequence_i32, selected.index_i32)
+        sizes = (selected.index_i32.shape[1], selected.rows_u8.shape[1], selected.page_tables_i32.shape[1])
+    lists = (windows.rows_u8, windows.ring_i32, windows.first_i32, windows.count_i32, *compressed)
+    sizes = (windows.rows_u8.shape[1], windows.size, *sizes)
+    at_end = (sink_f32, *((turn.cos_f32, turn.sin_f32) if turn else (None, None)))
+    last = (turn.cos_f32.shape[1] if turn else 0, width**-0.5)
+    if room_u8 is not None and wanted_bytes:
+        parts = room_u8[:wanted_bytes].split(_room_parts(n_rows, n_heads, width, n_slots))
+        _launch_few(q_bf16, lists, sizes, n_slots, parts, at_end, last, out_bf16)
+    else:
+        launch(
+            _kernels(n_heads, width).whole,
+            grid=(n_rows, 1),
+            args=(out_bf16, q_bf16, *lists, *at_end, *sizes, *last),
+            lds_bytes=_lds_bytes(n_heads, width, n_slots),
+        )
+
+
+def _launch_few(
+    q_bf16: Tensor,
+    lists: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    n_slots: int,
+    room: Sequence[Tensor],
+    at_end: Sequence[Tensor | None],
+    last: Sequence[float],
+    out_bf16: Tensor,
+) -> None:
+    """Many workgroups a row; the arguments as the kernels take them, room as _room_parts says."""
+    n_rows, n_heads, width = q_bf16.shape
+    kernels, (values, scores, there) = _kernels(n_heads, width), room
+    n_halves, n_groups = n_slots // HALF, _tiles(n_heads) // _score_tiles(n_heads)
+    n_parts = _parts(n_rows, n_halves, n_groups)
+    launch(
+        kernels.scores,
+        grid=(n_rows, -(-n_halves // n_parts) * n_groups),
+        args=(scores, values, there, q_bf16, *lists, *sizes, n_parts),
+        lds_bytes=kernels.scores.lds_bytes,
+    )
+    launch(
+        kernels.values,
+        grid=(n_rows, _tiles(n_heads) * (width // _columns(width))),
+        args=(out_bf16, scores, values, there, *at_end, n_slots, *last),
+        lds_bytes=kernels.values.lds_bytes,
+    )
+
+
+def _check(
+    q_bf16: Tensor,
+    windows: Windows,
+    selected: Selected | None,
+    sink_f32: Tensor,
+    out_bf16: Tensor,
+    turn: Turn | None,
+) -> None:
+    _, n_heads, width = q_bf16.shape
     wanted = {
         "q_bf16 R H D": q_bf16,
         f"window_rows_u8 N S {RowFormat('window', width).row_bytes}": windows.rows_u8,
@@ -94,6 +264,7 @@ def attention_hip(
         "sink_f32 H": sink_f32,
         "out_bf16 R H D": out_bf16,
     }
+    rows = {"window": windows.rows_u8}
     if selected:
         wanted |= {
             f"compressed_rows_u8 P T {RowFormat('compressed', width).row_bytes}": selected.rows_u8,
@@ -101,19 +272,21 @@ def attention_hip(
             "sequence_i32 R": selected.sequence_i32,
             "index_i32 R K": selected.index_i32,
         }
+        rows["compressed"] = selected.rows_u8
+    if turn:
+        wanted |= {"cos_f32 R I": turn.cos_f32, "sin_f32 R I": turn.sin_f32}
     bind_dims("attention", "R", wanted)
     if n_heads > 64 or (n_heads % TILE and n_heads > TILE) or width % (TILE * QUARTERS * -(-n_heads // TILE)):
         raise BindError(
             f"attention: {n_heads} heads of {width}; want at most 16 heads or 32, 48 or 64, and 64 channels a head for "
             "each 16 heads"
         )
-    if n_rows:
-        compressed: tuple[Tensor | None, ...] = (None,) * 4
-        sizes = (0, 1, 0)
-        if selected:
-            compressed = (selected.rows_u8, selected.page_tables_i32, selected.sequence_i32, selected.index_i32)
-            sizes = (selected.index_i32.shape[1], selected.rows_u8.shape[1], selected.page_tables_i32.shape[1])
-        seen = (windows.rows_u8, windows.ring_i32, windows.first_i32, windows.count_i32, *compressed)
-        args = (out_bf16, q_bf16, *seen, sink_f32, windows.rows_u8.shape[1], windows.size, *sizes, width**-0.5)
-        lds_bytes = _lds_bytes(n_heads, width, windows.size + sizes[0])
-        launch(_kernel(n_heads, width), grid=(n_rows, 1), args=args, lds_bytes=lds_bytes)
+    if turn and (turn.cos_f32.shape[1] % 4 or 2 * turn.cos_f32.shape[1] > width):
+        raise BindError(f"attention: {turn.cos_f32.shape[1]} pairs of {width} channels turn; want them in fours")
+    if list_slots(windows, selected) > MOST_SLOTS:
+        raise BindError(f"attention: lists of {list_slots(windows, selected)} slots, want at most {MOST_SLOTS}")
+    for name, tensor in rows.items():
+        aligned_bytes = gcd(16, tensor.shape[2])  # rows are read so many bytes at once
+        if tensor.data_ptr() % aligned_bytes:
+            at = f"{tensor.data_ptr():#x}"
+            raise BindError(f"attention: {name}_rows_u8 starts at {at}, want a multiple of {aligned_bytes}")

@@ -17,7 +17,7 @@ ROWS = 4  # a workgroup's
 @cache
 def _kernel(width: int) -> Kernel:
     """For rows of 64, 128, 256 or 512 channels."""
-    arguments = "P" * 13 + "iiiif"
+    arguments = "P" * 15 + "iiiiif"
     return Kernel("compressor.hip", "compress", arguments, threads=32 * ROWS, defines={"WIDTH": width})
 
 
@@ -31,12 +31,14 @@ class Pairs:
     values_f32, gates_f32  [T, D] of this call's tokens
     held_f32               [N, 2, D] value and gate of tokens of earlier calls, or None
     pair_i32               [J, 2] tokens of each pair: an index into this call's, or -1 - i for held i; None: 2j, 2j + 1
+    slot_i32               [T] where in held_f32 this call's tokens go, no slot that a pair reads; negative: nowhere
     """
 
     values_f32: Tensor
     gates_f32: Tensor
     held_f32: Tensor | None = None
     pair_i32: Tensor | None = None
+    slot_i32: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ def compress_hip(
     norm_bf16: Tensor | None,
     eps: float,
     latent_bf16: Tensor | None,
-    turn: tuple[Tensor, Tensor] | None,
-    rows: Places | Tensor | None,
+    turn: tuple[Tensor, Tensor] | None = None,
+    rows_u8: Tensor | None = None,
+    places: Places | None = None,
 ) -> None:
     """Latents and compressed rows of J groups, on the current stream.
 
@@ -69,54 +72,65 @@ def compress_hip(
     norm_bf16    [D]; None where the source is normed
     latent_bf16  [J, D] filled with the normed, un-rotated latents; None: not wanted
     turn         cosines, sines FP32 [J, rope_dim/2] at each group's first token, for rows
-    rows         uint8 [J, D/2 + D/16] filled with packed rows, or their Places in a pool; None: not wanted
+    rows_u8      [J, D/2 + D/16] filled with packed rows; None: not wanted
+    places       where packed rows go in a pool; None: nowhere
 
     Rotation and quantisation have the reference's bits; pooling takes exp from explog.py's sequence and the norm sums
     in an order of its own. Raises BindError.
     """
-    if (turn is None) != (rows is None):
+    if (turn is None) != (rows_u8 is None and places is None):
         raise BindError("compress: rows need cosines and sines, which serve nothing else; give both or None for both")
-    n_rows, width, origin, wanted = _origin(source)
-    out, through, sizes, more = _target(rows, RowFormat("compressed", width).row_bytes)
+    n_rows, n_tokens, width, origin, wanted = _origin(source)
     cos_f32, sin_f32 = turn or (None, None)
-    wanted |= {"latent_bf16 J D": latent_bf16, "norm_bf16 D": norm_bf16, **more}
+    row_bytes = RowFormat("compressed", width).row_bytes
+    wanted |= {"latent_bf16 J D": latent_bf16, "norm_bf16 D": norm_bf16, f"rows_u8 J {row_bytes}": rows_u8}
     wanted |= {"cos_f32 J I": cos_f32, "sin_f32 J I": sin_f32}
+    pool: tuple[Tensor | None, ...] = (None, None, None, None)
+    sizes = (1, 0)
+    if places:
+        pool = (places.pool_u8, places.positions_i32, places.sequences_i32, places.page_tables_i32)
+        sizes = (places.pool_u8.shape[1], places.page_tables_i32.shape[1])
+        specs = (f"pool_u8 P S {row_bytes}", "positions_i32 J", "sequences_i32 J", "page_tables_i32 Q W")
+        wanted |= dict(zip(specs, pool, strict=True))
     bind_dims("compress", "", {spec: tensor for spec, tensor in wanted.items() if tensor is not None})
-    if n_rows:
+    if n_rows or n_tokens:
         n_pairs = 0 if cos_f32 is None else cos_f32.shape[1]
-        args = (out, latent_bf16, *origin, norm_bf16, cos_f32, sin_f32, *through, n_rows, n_pairs, *sizes, eps)
-        launch(_kernel(width), grid=(-(-n_rows // ROWS), 1), args=args)
+        args = (
+            rows_u8,
+            pool[0],
+            latent_bf16,
+            *origin,
+            norm_bf16,
+            cos_f32,
+            sin_f32,
+            *pool[1:],
+            n_rows,
+            n_tokens,
+            n_pairs,
+        )
+        launch(_kernel(width), grid=(-(-(n_rows + n_tokens) // ROWS), 1), args=(*args, *sizes, eps))
 
 
-def _origin(source: Pairs | Tensor) -> tuple[int, int, tuple[Tensor | None, ...], dict[str, Tensor | None]]:
-    """J, D, the kernel's five pointers and their specs."""
+def _origin(source: Pairs | Tensor) -> tuple[int, int, int, tuple[Tensor | None, ...], dict[str, Tensor | None]]:
+    """J, tokens to be held, D, the kernel's six pointers and their specs."""
     if not isinstance(source, Pairs):
         n_rows, width = source.shape
-        return n_rows, width, (source, None, None, None, None), {"source_bf16 J D": source}
+        return n_rows, 0, width, (source, None, None, None, None, None), {"source_bf16 J D": source}
     n_tokens, width = source.values_f32.shape
     if source.pair_i32 is None and n_tokens % 2:
         raise BindError(f"compress: {n_tokens} tokens are not whole pairs; say which with pair_i32")
-    pointers = (None, source.values_f32, source.gates_f32, source.held_f32, source.pair_i32)
-    specs = ("values_f32 T D", "gates_f32 T D", "held_f32 N 2 D", "pair_i32 J 2")
+    if source.slot_i32 is not None and source.held_f32 is None:
+        raise BindError("compress: slots for tokens and nothing to hold them in; give held_f32, or None for slot_i32")
+    pointers = (None, source.values_f32, source.gates_f32, source.held_f32, source.pair_i32, source.slot_i32)
+    specs = ("values_f32 T D", "gates_f32 T D", "held_f32 N 2 D", "pair_i32 J 2", "slot_i32 T")
     n_rows = n_tokens // 2 if source.pair_i32 is None else len(source.pair_i32)
-    return n_rows, width, pointers, dict(zip(specs, pointers[1:], strict=True))
-
-
-def _target(
-    rows: Places | Tensor | None, row_bytes: int
-) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[int, int], dict[str, Tensor]]:
-    """Where rows go, the kernel's three pointers to how, slots a page and width of a page table, and their specs."""
-    if isinstance(rows, Places):
-        through = (rows.positions_i32, rows.sequences_i32, rows.page_tables_i32)
-        specs = (f"pool_u8 P S {row_bytes}", "positions_i32 J", "sequences_i32 J", "page_tables_i32 Q W")
-        sizes = (rows.pool_u8.shape[1], rows.page_tables_i32.shape[1])
-        return rows.pool_u8, through, sizes, dict(zip(specs, (rows.pool_u8, *through), strict=True))
-    return rows, (None, None, None), (1, 0), {} if rows is None else {f"rows_u8 J {row_bytes}": rows}
+    n_held = 0 if source.slot_i32 is None else n_tokens
+    return n_rows, n_held, width, pointers, dict(zip(specs, pointers[1:], strict=True))
 
 
 def pool_pairs_hip(values_f32: Tensor, gates_f32: Tensor, weight_bf16: Tensor, eps: float, latent_bf16: Tensor) -> None:
     """compressor.pool_pairs on the current stream: pairs [J, 2, D] to latents [J, D]."""
-    compress_hip(Pairs(values_f32.flatten(0, 1), gates_f32.flatten(0, 1)), weight_bf16, eps, latent_bf16, None, None)
+    compress_hip(Pairs(values_f32.flatten(0, 1), gates_f32.flatten(0, 1)), weight_bf16, eps, latent_bf16)
 
 
 def compressed_row_hip(latent_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, rows_u8: Tensor) -> None:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rocline.hip_kernels.attention_hip import MOST_SLOTS
 from rocline.hip_kernels.binding import use_kernels
-from rocline.hip_kernels.device_ops import HOST_OPERATORS, KERNELS, PREPARE, Lend, use_memory
-from rocline.hip_kernels.driver import Device, Event
+from rocline.hip_kernels.device_memory import COUNTERS, Lend, use_memory
+from rocline.hip_kernels.device_ops import KERNELS, PARTS
+from rocline.hip_kernels.driver import Device, Event, fill_async
+from rocline.hip_kernels.prepare import PREPARE
 from rocline.hip_kernels.router_hip import MOST_CHOSEN, MOST_EXPERTS
 from rocline.hip_kernels.sampling_hip import MOST_VOCAB
 from rocline.hip_kernels.staging import Staging
@@ -82,51 +85,35 @@ _FITS: tuple[tuple[tuple[str, ...], Callable[[Shapes], bool], str], ...] = (
 )
 
 
-class Place:
-    """A device as one thread works on it: its stream, and which operators run by kernels there.
+class Choice:
+    """Which operators of a model run by kernels, and weights as those read them.
 
-    references  operators that run their torch reference on the device, and why
+    references  operators that run their torch reference, and why
+    kernels     functions of the others, by name
 
-    Raises DispatchError for a name in reference_ops that stands for no kernel, HipError where HIP cannot be used.
+    Raises DispatchError for a name in reference_ops that stands for no kernel.
     """
 
-    def __init__(self, device: Device, shapes: Shapes, reference_ops: Collection[str] = ()) -> None:
+    torch_device: torch.device
+
+    def __init__(self, shapes: Shapes, reference_ops: Collection[str] = ()) -> None:
         for name in reference_ops:
             if name not in KERNELS:
                 near = get_close_matches(name, KERNELS, n=1)
                 meant = f"; did you mean {near[0]}?" if near else ";"
                 raise DispatchError(f"reference operator {name!r}{meant} there are {', '.join(KERNELS)}")
-        self.device, self.torch_device = device, device.torch_device
         self.references = {
             name: f"its kernel wants {wanted}" for names, fits, wanted in _FITS if not fits(shapes) for name in names
         } | dict.fromkeys(reference_ops, "as asked for")
-        self._kernels: Mapping[str, Callable[..., None]] = {
-            **{name: kernel for name, kernel in KERNELS.items() if name not in self.references},
-            **HOST_OPERATORS,
+        self.kernels: Mapping[str, Callable[..., None]] = {
+            name: kernel
+            for name, kernel in KERNELS.items()
+            if self.references.keys().isdisjoint((name, *PARTS.get(name, ())))
         }
-        self.stream = device.stream()
-        with self.stream:  # its events are of the stream's device
-            self._staging = Staging()
-
-    def __str__(self) -> str:
-        lines = [f"{self.device}: {len(KERNELS) - len(self.references)} operators by kernels"]
-        lines += [f"  torch reference of {name}: {why}" for name, why in sorted(self.references.items())]
-        return "\n".join(lines)
 
     def has(self, name: str) -> bool:
         """Whether the operator runs by a kernel."""
-        return name in self._kernels
-
-    @contextmanager
-    def work(self, lend: Lend) -> Iterator[None]:
-        """Meanwhile this thread's operators run here, on the stream; lend(shape, dtype) gives them workspaces."""
-        with self.stream, use_kernels(self._kernels), use_memory(lend, self._staging):
-            yield
-
-    def record_completion(self, stream: Hashable) -> Callable[[], bool]:
-        """Whether what is on the stream now has been done, to be asked later; as the arena wants it."""
-        with self.stream:
-            return Event().record().done
+        return name in self.kernels
 
     def put(self, tensor: Tensor) -> Tensor:
         """A host tensor on the device for good, at load."""
@@ -137,9 +124,9 @@ class Place:
 
         Raises BindError for a weight that its kernel cannot take.
         """
+        if op in self.kernels:
+            return PREPARE[op](self._placed, *weights)
         placed = [self._placed(weight) for weight in weights]
-        if op in self._kernels:
-            return PREPARE[op](*placed)
         return placed[0] if op != "experts" else tuple(placed)
 
     def _placed(self, weight: Any) -> Any:
@@ -150,7 +137,42 @@ class Place:
             return type(weight)(*parts) if hasattr(weight, "_fields") else tuple(parts)
         return weight
 
+
+class Place(Choice):
+    """A device as one thread works on it: its stream, and its choice of operators.
+
+    Raises what Choice does, and HipError where HIP cannot be used.
+    """
+
+    def __init__(self, device: Device, shapes: Shapes, reference_ops: Collection[str] = ()) -> None:
+        super().__init__(shapes, reference_ops)
+        self.device, self.torch_device = device, device.torch_device
+        self.stream = device.stream()
+        with self.stream:  # its events are of the stream's device
+            self._staging = Staging()
+        self._counters = device.allocate(4 * COUNTERS)
+        with self.stream:
+            fill_async(self._counters.address, 0, 4 * COUNTERS)
+        self._counters_i32 = self._counters.tensor().view(torch.int32)
+
+    def __str__(self) -> str:
+        lines = [f"{self.device}: {len(KERNELS) - len(self.references)} operators by kernels"]
+        lines += [f"  torch reference of {name}: {why}" for name, why in sorted(self.references.items())]
+        return "\n".join(lines)
+
+    @contextmanager
+    def work(self, lend: Lend) -> Iterator[None]:
+        """Meanwhile this thread's operators run here, on the stream; lend(shape, dtype) gives them workspaces."""
+        with self.stream, use_kernels(self.kernels), use_memory(lend, self._staging, self._counters_i32):
+            yield
+
+    def record_completion(self, stream: Hashable) -> Callable[[], bool]:
+        """Whether what is on the stream now has been done, to be asked later; as the arena wants it."""
+        with self.stream:
+            return Event().record().done
+
     def close(self) -> None:
-        """Wait for the stream and free the pinned memory. No call may follow."""
+        """Wait for the stream and free what it worked with. No call may follow."""
         with self.stream:
             self._staging.close()
+        self._counters.free()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rocline.hip_kernels.binding import is_shapes_only
 from rocline.hip_kernels.runtime import HipError, check, hip, torch_sees_gpus
 
 _COPY_BY_ADDRESS = 4  # hipMemcpyDefault: the runtime sees from the addresses which way
@@ -259,6 +260,8 @@ def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
 
     Raises HipError. From or to host memory that is not pinned it may wait, and is not ordered as promised.
     """
+    if is_shapes_only():
+        return
     result = hip().hipMemcpyAsync(to_address, from_address, n_bytes, hip().hipMemcpyKind(_COPY_BY_ADDRESS), here.stream)
     check(result, f"hipMemcpyAsync of {n_bytes} bytes on device {here.device}")
 

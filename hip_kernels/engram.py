@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import bind_dims, operator, run_slabs, run_tiles
+from rocline.hip_kernels.binding import bind_dims, in_vectors, operator, run_slabs
 from rocline.hip_kernels.formats import e4m3_decode, e8m0_decode
+from rocline.hip_kernels.mhc import mhc_merge
 
 GATE_FLOOR = 1e-6
 
@@ -115,7 +116,7 @@ def engram_gate_ref(
     x_f32 = streams_bf16.float()
     inverse = torch.rsqrt(x_f32.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
     dot = (x_f32 * (q_weight_bf16.float() * k_weight_bf16.float()) * keys).sum(-1) * inverse * width**-0.5
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(GATE_FLOOR).sqrt(), dot))
+    gate = in_vectors(torch.sigmoid, torch.copysign(dot.abs().clamp_min(GATE_FLOOR).sqrt(), dot))
     gate = gate.where(alive_u8[:, None] != 0, 0)
     return (x_f32 + gate[:, :, None] * value[:, None]).bfloat16(), gate
 
@@ -145,8 +146,32 @@ def engram_gate(
             "gates_f32 R N": gates_f32,
         },
     )
-    run_tiles(
+    run_slabs(
         lambda streams, kv, alive: engram_gate_ref(streams, kv, q_weight_bf16, k_weight_bf16, alive, eps),
         (streams_bf16, kv_bf16, alive_u8),
-        (out_bf16, gates_f32),
+        out_bf16,
+        gates_f32,
     )
+
+
+@operator
+def engram_merge(
+    streams_bf16: Tensor,
+    sublayer_bf16: Tensor | None,
+    post_f32: Tensor | None,
+    comb_f32: Tensor | None,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    lookback_i32: Tensor,
+    eps: float,
+    gates_f32: Tensor,
+) -> None:
+    """mhc_merge of a sublayer's output into streams_bf16 [R, n, D], if one is given, and engram_gate; both in place.
+
+    lookback_i32 [R, N] token ids, of which a negative first one forces gate 0.
+    """
+    if sublayer_bf16 is not None and post_f32 is not None and comb_f32 is not None:
+        mhc_merge(sublayer_bf16, streams_bf16, post_f32, comb_f32, streams_bf16)
+    alive_u8 = (lookback_i32[:, 0] >= 0).to(torch.uint8)
+    engram_gate(streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, alive_u8, eps, streams_bf16, gates_f32)

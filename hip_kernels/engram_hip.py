@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from torch import Tensor
@@ -17,7 +18,9 @@ _DECODE = Kernel("engram_rows.hip", "engram_decode", "PPPi", threads=THREADS)
 
 @cache
 def _gate(width: int) -> Kernel:
-    return Kernel("engram.hip", "engram_gate", "PPPPPPPff", threads=32 * STREAMS, defines={"WIDTH": width})
+    lds_bytes, defines = STREAMS * width * 2, {"WIDTH": width}
+    arguments = "P" * 11 + "iff"
+    return Kernel("engram.hip", "engram_gate", arguments, threads=32 * STREAMS, defines=defines, lds_bytes=lds_bytes)
 
 
 RELEASE_KERNELS = (_DECODE, _gate(5120))
@@ -53,20 +56,57 @@ def engram_gate_hip(
 
     Sums have an order of their own and the sigmoid is explog.py's; given equal gates the streams have equal bits.
     """
-    width = streams_bf16.shape[2]
-    (n_rows,) = bind_dims(
-        "engram_gate",
-        "R",
-        {
-            "streams_bf16 R 4 D": streams_bf16,
-            f"kv_bf16 R {5 * width}": kv_bf16,
-            "q_weight_bf16 4 D": q_weight_bf16,
-            "k_weight_bf16 4 D": k_weight_bf16,
-            "alive_u8 R": alive_u8,
-            "out_bf16 R 4 D": out_bf16,
-            "gates_f32 R 4": gates_f32,
-        },
-    )
+    wanted = {"alive_u8 R": alive_u8, "out_bf16 R 4 D": out_bf16}
+    n_rows, width = _bind_gate(streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, gates_f32, wanted)
     if n_rows:
-        operands = (streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, alive_u8)
-        launch(_gate(width), grid=(n_rows, 1), args=(out_bf16, gates_f32, *operands, eps, width**-0.5))
+        operands = (streams_bf16, None, None, None, kv_bf16, q_weight_bf16, k_weight_bf16, None, alive_u8)
+        launch(_gate(width), grid=(n_rows, 1), args=(out_bf16, gates_f32, *operands, 0, eps, width**-0.5))
+
+
+def engram_merge_hip(
+    streams_bf16: Tensor,
+    sublayer_bf16: Tensor | None,
+    post_f32: Tensor | None,
+    comb_f32: Tensor | None,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    lookback_i32: Tensor,
+    eps: float,
+    gates_f32: Tensor,
+) -> None:
+    """engram.engram_merge on the current stream: the bits of mhc_merge and engram_gate_hip."""
+    wanted = {
+        "sublayer_bf16 R D": sublayer_bf16,
+        "post_f32 R 4": post_f32,
+        "comb_f32 R 4 4": comb_f32,
+        "lookback_i32 R N": lookback_i32,
+    }
+    given = {spec: tensor for spec, tensor in wanted.items() if tensor is not None}
+    n_rows, width = _bind_gate(streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, gates_f32, given)
+    if n_rows:
+        merging = (sublayer_bf16, post_f32, comb_f32)
+        operands = (streams_bf16, *merging, kv_bf16, q_weight_bf16, k_weight_bf16, lookback_i32, None)
+        numbers = (lookback_i32.shape[1], eps, width**-0.5)
+        lds_bytes = 0 if sublayer_bf16 is None else STREAMS * width * 2
+        launch(_gate(width), grid=(n_rows, 1), args=(streams_bf16, gates_f32, *operands, *numbers), lds_bytes=lds_bytes)
+
+
+def _bind_gate(
+    streams_bf16: Tensor,
+    kv_bf16: Tensor,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    gates_f32: Tensor,
+    more: Mapping[str, Tensor],
+) -> tuple[int, int]:
+    width = streams_bf16.shape[2]
+    wanted = {
+        "streams_bf16 R 4 D": streams_bf16,
+        f"kv_bf16 R {5 * width}": kv_bf16,
+        "q_weight_bf16 4 D": q_weight_bf16,
+        "k_weight_bf16 4 D": k_weight_bf16,
+        "gates_f32 R 4": gates_f32,
+    }
+    n_rows, width = bind_dims("engram_gate", "R D", {**wanted, **more})
+    return n_rows, width

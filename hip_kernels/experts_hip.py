@@ -1,29 +1,42 @@
-"""experts.py on the GPU: the binding of experts.hip.
+"""experts.py on the GPU: the binding of experts.hip and expert_sort.hip.
 
-Pairs of a row and one of its experts are sorted by expert on the device; each matrix kernel then takes tiles of rows
+Few rows take two launches: each workgroup finds the rows of its expert by itself, and the last one at some columns adds
+the experts' outputs up. More rows are sorted by expert on the device first; each matrix kernel then takes tiles of rows
 that have one expert. Nothing is read back: grids are as large as the most tiles there can be, and empty ones return.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rocline.hip_kernels.binding import BindError, bind_dims
-from rocline.hip_kernels.kernel import Kernel, launch
+from rocline.hip_kernels.kernel import Argument, Kernel, launch
 from rocline.hip_kernels.linear import Fp4Weight
-from rocline.hip_kernels.linear_hip import FEW_LDS_BYTES, fp8_linear_hip, tiled_lds_bytes, workspace_floats
+from rocline.hip_kernels.linear_hip import (
+    FEW_LDS_BYTES,
+    fp8_linear_hip,
+    segments_of,
+    tiled_lds_bytes,
+    workspace_floats,
+)
 from rocline.hip_kernels.weight_tiles import WeightTiles, check_scales
 
 THREADS, SORT_THREADS = 256, 1024
 FEW_ROWS, TILE_ROWS = 16, 64
-FEW_SEGMENTS = 2
+SEGMENTS = 4  # of K, for every number of rows; those of the shared expert's w2 are linear_hip's
+MOST_TERMS = 128  # of rows' sums, the shared expert's included, that a workgroup can add up
 # Pairs an expert has on average up to which 16-row tiles, bound by memory, are the faster ones.
 FEW_PAIRS_AN_EXPERT = 16
 UP_COLS, DOWN_COLS = 64, 128  # of a workgroup
+# Where rows are few a workgroup takes its columns in so many runs, one after the other; of a single row it has but one,
+# and as many fewer columns.
+RUNS = 2
 MOST_EXPERTS = 384
+PREPARED_BYTES = 256 << 20  # of codes, at a time
 
 
 def sort_lds_bytes(n_experts: int) -> int:
@@ -31,34 +44,66 @@ def sort_lds_bytes(n_experts: int) -> int:
     return (34 * (n_experts + 1) + 32) * 4
 
 
+def mixture_lds_bytes(runs: int) -> int:
+    """Of the kernels for few rows: the runs' sums; or the terms of a row's sum, and a word."""
+    return max(runs * FEW_LDS_BYTES, MOST_TERMS * DOWN_COLS // RUNS * 2 + 16)
+
+
 def _pair(name: str, arguments: str) -> dict[int, Kernel]:
     """By the rows of a tile."""
-    lds = {FEW_ROWS: ("few", FEW_LDS_BYTES), TILE_ROWS: ("64", tiled_lds_bytes(TILE_ROWS))}
+    lds = {FEW_ROWS: ("few", RUNS * FEW_LDS_BYTES), TILE_ROWS: ("64", tiled_lds_bytes(TILE_ROWS))}
     return {
         rows: Kernel("experts.hip", f"{name}_{suffix}", arguments, threads=THREADS, lds_bytes=n_bytes)
         for rows, (suffix, n_bytes) in lds.items()
     }
 
 
-_SORT = Kernel("experts.hip", "expert_sort", "PPPiiii", threads=SORT_THREADS, lds_bytes=sort_lds_bytes(MOST_EXPERTS))
-_UP = {name: _pair(f"{name}_up", "PPPPPPPPPiiiiif") for name in ("routed", "shared")}
+_SORT = Kernel(
+    "expert_sort.hip", "expert_sort", "PPPiiii", threads=SORT_THREADS, lds_bytes=sort_lds_bytes(MOST_EXPERTS)
+)
+_MIXTURE_UP = Kernel(
+    "experts.hip", "mixture_up", "P" * 14 + "iiiiiifii", threads=THREADS, lds_bytes=mixture_lds_bytes(RUNS)
+)
+_MIXTURE_DOWN = Kernel(
+    "experts.hip", "mixture_down", "P" * 11 + "i" * 9, threads=THREADS, lds_bytes=mixture_lds_bytes(RUNS)
+)
+_ROUTED_UP = _pair("routed_up", "PPPPPPPPPiiiiif")
+_SHARED_UP = Kernel(
+    "experts.hip", "shared_up_64", "PPPPPPPPPiiiiif", threads=THREADS, lds_bytes=tiled_lds_bytes(TILE_ROWS)
+)
 _DOWN = _pair("routed_down", "PPPPPPiii")
 _SUM = Kernel("experts.hip", "expert_sum", "PPPPii", threads=THREADS)
 _PREPARE = Kernel("experts.hip", "prepare_e2m1", "PPPPiii", threads=THREADS)
-RELEASE_KERNELS = (_SORT, *_UP["routed"].values(), *_UP["shared"].values(), *_DOWN.values(), _SUM, _PREPARE)
+RELEASE_KERNELS = (
+    _SORT,
+    _MIXTURE_UP,
+    _MIXTURE_DOWN,
+    *_ROUTED_UP.values(),
+    _SHARED_UP,
+    *_DOWN.values(),
+    _SUM,
+    _PREPARE,
+)
 
 
-def prepare_fp4_weight(weight: Fp4Weight) -> WeightTiles:
+def prepare_fp4_weight(weight: Fp4Weight, put: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> WeightTiles:
     """Tiles of all experts' codes_e2m1x2 [E, N, K/2] with scales_e8m0 [E, N, K/32]. At load: waits for the device.
+
+    put  brings a tensor to the device; a few experts at a time, so that the device never holds a layer twice
 
     Raises BindError for a shape or scale that has no tiles.
     """
     n_experts, n_out, n_bytes = bind_dims("prepare_fp4_weight", "E N P", {"codes_e2m1x2 E N P": weight.codes_e2m1x2})
     bind_dims("prepare_fp4_weight", "", {f"scales_e8m0 {n_experts} {n_out} {n_bytes // 16}": weight.scales_e8m0})
     check_scales("prepare_fp4_weight", "e2m1", weight.scales_e8m0)
-    tiles = WeightTiles.empty("e2m1", n_experts, n_out, 2 * n_bytes, weight.codes_e2m1x2.device)
-    args = (tiles.codes_u8, tiles.scales_u8, *weight, n_out, n_experts, tiles.n_blocks)
-    launch(_PREPARE, grid=(-(-tiles.n_lanes // THREADS), 1), args=args)
+    tiles = WeightTiles.empty("e2m1", n_experts, n_out, 2 * n_bytes, put(weight.codes_e2m1x2[:0]).device)
+    n_at_once = max(1, PREPARED_BYTES // (n_out * n_bytes))
+    for start in range(0, n_experts, n_at_once):
+        part = slice(start, min(start + n_at_once, n_experts))
+        n = part.stop - start
+        codes_e2m1x2, scales_e8m0 = put(weight.codes_e2m1x2[part]), put(weight.scales_e8m0[part])
+        args = (tiles.codes_u8[part], tiles.scales_u8[part], codes_e2m1x2, scales_e8m0, n_out, n, tiles.n_blocks)
+        launch(_PREPARE, grid=(-(-n * tiles.n_lanes // n_experts // THREADS), 1), args=args)
     return tiles
 
 
@@ -74,6 +119,21 @@ class ExpertWeights:
 def most_tiles(n_pairs: int, n_experts: int, tile_rows: int) -> int:
     """How many tiles of rows there can be, whatever the router chose."""
     return min(n_pairs, n_experts) + n_pairs // tile_rows
+
+
+def takes_two_launches(n_rows: int, k: int) -> bool:
+    """Whether rows are few; no bit depends on it."""
+    return n_rows <= FEW_ROWS and n_rows * (k + 1) <= MOST_TERMS
+
+
+def runs_for(n_rows: int) -> int:
+    """Of a workgroup where rows are few: a choice of speed, no bit depends on it."""
+    return 1 if n_rows == 1 else RUNS
+
+
+def _few_grid(width: int, cols: int, n_rows: int) -> int:
+    """Workgroups side by side, of cols columns in RUNS runs."""
+    return -(-width // (cols // RUNS * runs_for(n_rows)))
 
 
 def tile_rows_for(n_pairs: int, n_experts: int) -> int:
@@ -103,37 +163,53 @@ def expert_sort_hip(ids_i32: Tensor, n_experts: int, tile_rows: int, pairs_i32: 
 class ExpertRoom:
     """Temporaries of one call of experts_hip.
 
-    pairs_i32 [n], tiles_i32 [T, 4]: the sort; hidden_bf16 [n, I] and routed_bf16 [n, D] for the n = R * k pairs;
-    shared_hidden_bf16 [R, I], shared_bf16 [R, D]; sums_f32 for fp8_linear_hip
+    hidden_bf16 [n, I], routed_bf16 [n, D]           by pair, n = R * k
+    shared_hidden_bf16 [R, I], shared_bf16 [R, D]
+    arrived_i32                                      few rows: a counter for each of mixture_down's column blocks
+    pairs_i32 [n], tiles_i32 [T, 4], sums_f32        more rows: of the sort, and for fp8_linear_hip
     """
 
     def __init__(self, room_u8: Tensor, n_rows: int, k: int, routed: ExpertWeights, shared: ExpertWeights) -> None:
-        self._room_u8, self._at = room_u8, 0
-        n_bytes = self.bytes_for(n_rows, k, routed, shared)
+        shapes = self._shapes(n_rows, k, routed, shared)
+        n_bytes = sum(map(_padded_bytes, shapes))
         if len(room_u8) < n_bytes:
             raise BindError(f"experts: a workspace of {len(room_u8)} bytes, {n_rows} rows need {n_bytes}")
-        n, inner, width = n_rows * k, routed.w1.n_out, routed.w2.n_out
-        tiles = most_tiles(n, routed.w1.groups, tile_rows_for(n, routed.w1.groups))
-        self.pairs_i32 = self._take((n,), torch.int32)
-        self.tiles_i32 = self._take((tiles, 4), torch.int32)
-        self.hidden_bf16 = self._take((n, inner), torch.bfloat16)
-        self.routed_bf16 = self._take((n, width), torch.bfloat16)
-        self.shared_hidden_bf16 = self._take((n_rows, shared.w1.n_out), torch.bfloat16)
-        self.shared_bf16 = self._take((n_rows, width), torch.bfloat16)
-        self.sums_f32 = self._take((workspace_floats(n_rows, shared.w2),), torch.float32)
+        tensors, start = [], 0
+        for shape, dtype in shapes:
+            end = start + torch.Size(shape).numel() * dtype.itemsize
+            tensors.append(room_u8[start:end].view(dtype).view(shape))
+            start += _padded_bytes((shape, dtype))
+        self.hidden_bf16, self.routed_bf16, self.shared_hidden_bf16, self.shared_bf16, *others = tensors
+        self.arrived_i32, self.pairs_i32, self.tiles_i32, self.sums_f32 = others
 
     @staticmethod
-    def bytes_for(n_rows: int, k: int, routed: ExpertWeights, shared: ExpertWeights) -> int:
-        """Enough for a call with so many rows."""
-        n, inner, width = n_rows * k, routed.w1.n_out, routed.w2.n_out
-        tiles = most_tiles(n, routed.w1.groups, tile_rows_for(n, routed.w1.groups))
-        halves = n * (inner + width) + n_rows * (shared.w1.n_out + width)
-        return 4 * n + 16 * tiles + 2 * halves + 4 * workspace_floats(n_rows, shared.w2) + 7 * 16
+    def _shapes(
+        n_rows: int, k: int, routed: ExpertWeights, shared: ExpertWeights
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        n, inner, width, n_experts = n_rows * k, routed.w1.n_out, routed.w2.n_out, routed.w1.groups
+        is_few = takes_two_launches(n_rows, k)
+        n_tiles = 0 if is_few else most_tiles(n, n_experts, tile_rows_for(n, n_experts))
+        return [
+            ((n, inner), torch.bfloat16),
+            ((n, width), torch.bfloat16),
+            ((n_rows, shared.w1.n_out), torch.bfloat16),
+            ((n_rows, width), torch.bfloat16),
+            ((_few_grid(width, DOWN_COLS, n_rows) if is_few else 0,), torch.int32),
+            ((0 if is_few else n,), torch.int32),
+            ((n_tiles, 4), torch.int32),
+            ((0 if is_few else workspace_floats(n_rows, shared.w2),), torch.float32),
+        ]
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        start = -(-self._at // 16) * 16
-        self._at = start + torch.Size(shape).numel() * dtype.itemsize
-        return self._room_u8[start : self._at].view(dtype).view(shape)
+    @classmethod
+    def bytes_for(cls, n_rows: int, k: int, routed: ExpertWeights, shared: ExpertWeights) -> int:
+        """Enough for a call with so many rows."""
+        return sum(map(_padded_bytes, cls._shapes(n_rows, k, routed, shared)))
+
+
+def _padded_bytes(tensor: tuple[tuple[int, ...], torch.dtype]) -> int:
+    """Of a shape and dtype, up to where the next tensor begins."""
+    shape, dtype = tensor
+    return -(-torch.Size(shape).numel() * dtype.itemsize // 16) * 16
 
 
 def experts_hip(
@@ -166,49 +242,81 @@ def experts_hip(
     if n_rows == 0:
         return
     room = ExpertRoom(room_u8, n_rows, k, routed, shared)
-    n_experts, n_pairs = routed.w1.groups, n_rows * k
-    rows = tile_rows_for(n_pairs, n_experts)
-    expert_sort_hip(ids_i32, n_experts, rows, room.pairs_i32, room.tiles_i32)
-    where = (room.tiles_i32, room.pairs_i32)
-    _up("routed", rows, len(room.tiles_i32), room.hidden_bf16, rounded_bf16, routed, (*where, weights_f32), k, limit)
-    routed_down_hip(rows, room.hidden_bf16, routed.w2, *where, room.routed_bf16)
-    rows = FEW_ROWS if n_rows <= FEW_ROWS else TILE_ROWS
-    nowhere = (None, None, None)
-    _up("shared", rows, -(-n_rows // rows), room.shared_hidden_bf16, rounded_bf16, shared, nowhere, 1, limit)
+    if takes_two_launches(n_rows, k):
+        _mixture_up(rounded_bf16, ids_i32, weights_f32, routed, shared, limit, room)
+        _mixture_down(ids_i32, routed.w2, shared.w2, room, out_bf16)
+        return
+    _routed(rounded_bf16, ids_i32, weights_f32, routed, limit, room)
+    none = (None, None, None)
+    dims = (n_rows, shared.w1.n_out, *_depth(shared.w1), 1, limit)
+    grid = (-(-shared.w1.n_out // UP_COLS), -(-n_rows // TILE_ROWS))
+    args = (room.shared_hidden_bf16, rounded_bf16, *_codes(shared), *none, *dims)
+    launch(_SHARED_UP, grid=grid, args=args, lds_bytes=_SHARED_UP.lds_bytes)
     fp8_linear_hip(room.shared_hidden_bf16, shared.w2, room.shared_bf16, room.sums_f32)
     grid = (-(-width // (8 * THREADS)), n_rows)
     launch(_SUM, grid=grid, args=(out_bf16, room.routed_bf16, room.shared_bf16, ids_i32, width, k))
 
 
-def _segment(n_blocks: int) -> int:
-    """A segment's length in blocks of 32 channels, the same for every number of rows."""
-    return -(-n_blocks // FEW_SEGMENTS)
+def _depth(tiles: WeightTiles) -> tuple[int, int]:
+    """K in blocks of 32 channels, and a segment's length, the same for every number of rows."""
+    return tiles.n_blocks, -(-tiles.n_blocks // SEGMENTS)
 
 
-def _up(
-    kind: str,
-    tile_rows: int,
-    n_tiles: int,
-    hidden_bf16: Tensor,
+def _codes(weights: ExpertWeights) -> tuple[Tensor, ...]:
+    """Gate and up as kernels take them."""
+    return weights.w1.codes_u8, weights.w1.scales_u8, weights.w3.codes_u8, weights.w3.scales_u8
+
+
+def _mixture_up(
     x_bf16: Tensor,
-    weights: ExpertWeights,
-    sorting: tuple[Tensor | None, Tensor | None, Tensor | None],
-    k: int,
+    ids_i32: Tensor,
+    weights_f32: Tensor,
+    routed: ExpertWeights,
+    shared: ExpertWeights,
     limit: float,
+    room: ExpertRoom,
 ) -> None:
-    kernel, w1, w3 = _UP[kind][tile_rows], weights.w1, weights.w3
-    codes = (w1.codes_u8, w1.scales_u8, w3.codes_u8, w3.scales_u8)
-    dims = (len(x_bf16), w1.n_out, w1.n_blocks, _segment(w1.n_blocks), k, limit)
-    grid = (-(-w1.n_out // UP_COLS), n_tiles)
-    launch(kernel, grid=grid, args=(hidden_bf16, x_bf16, *codes, *sorting, *dims), lds_bytes=kernel.lds_bytes)
+    (n_rows, k), widths = ids_i32.shape, (routed.w1.n_out, shared.w1.n_out)
+    runs = runs_for(n_rows)
+    outs = (room.hidden_bf16, room.shared_hidden_bf16, room.arrived_i32)
+    dims = (n_rows, *widths, *_depth(routed.w1), k, limit, len(room.arrived_i32), runs)
+    args: tuple[Argument, ...] = (*outs, x_bf16, *_codes(routed), *_codes(shared), ids_i32, weights_f32, *dims)
+    grid = (_few_grid(max(widths), UP_COLS, n_rows), 1 + n_rows * k)
+    launch(_MIXTURE_UP, grid=grid, args=args, lds_bytes=mixture_lds_bytes(runs))
+
+
+def _mixture_down(ids_i32: Tensor, w2: WeightTiles, shared_w2: WeightTiles, room: ExpertRoom, out_bf16: Tensor) -> None:
+    (n_rows, k), runs = ids_i32.shape, runs_for(len(ids_i32))
+    shared_segments, shared_segment = segments_of(shared_w2)
+    if shared_segments not in (SEGMENTS, 2 * SEGMENTS):
+        raise BindError(f"experts: the shared w2 has {shared_segments} segments, want {SEGMENTS} or {2 * SEGMENTS}")
+    outs = (out_bf16, room.routed_bf16, room.shared_bf16, room.arrived_i32, room.hidden_bf16, room.shared_hidden_bf16)
+    weights = (w2.codes_u8, w2.scales_u8, shared_w2.codes_u8, shared_w2.scales_u8)
+    dims = (n_rows, w2.n_out, *_depth(w2), shared_w2.n_blocks, shared_segment, shared_segments, k, runs)
+    grid = (len(room.arrived_i32), shared_segments // SEGMENTS + n_rows * k)
+    launch(_MIXTURE_DOWN, grid=grid, args=(*outs, *weights, ids_i32, *dims), lds_bytes=mixture_lds_bytes(runs))
+
+
+def _routed(
+    x_bf16: Tensor, ids_i32: Tensor, weights_f32: Tensor, routed: ExpertWeights, limit: float, room: ExpertRoom
+) -> None:
+    """Fill room.routed_bf16, by way of the sort."""
+    (n_rows, k), w1 = ids_i32.shape, routed.w1
+    rows = tile_rows_for(n_rows * k, w1.groups)
+    expert_sort_hip(ids_i32, w1.groups, rows, room.pairs_i32, room.tiles_i32)
+    where = (room.tiles_i32, room.pairs_i32)
+    dims = (n_rows, w1.n_out, *_depth(w1), k, limit)
+    kernel, grid = _ROUTED_UP[rows], (-(-w1.n_out // UP_COLS), len(room.tiles_i32))
+    args: tuple[Argument, ...] = (room.hidden_bf16, x_bf16, *_codes(routed), *where, weights_f32, *dims)
+    launch(kernel, grid=grid, args=args, lds_bytes=kernel.lds_bytes)
+    routed_down_hip(rows, room.hidden_bf16, routed.w2, *where, room.routed_bf16)
 
 
 def routed_down_hip(
     tile_rows: int, hidden_bf16: Tensor, w2: WeightTiles, tiles_i32: Tensor, pairs_i32: Tensor, out_bf16: Tensor
 ) -> None:
-    """Fill out_bf16 [n, D] by pair from hidden_bf16 [n, I], sorted and rounded, and the pair's expert in w2."""
+    """Fill out_bf16 [n, D] from rounded hidden_bf16 [n, I], both by pair, and the pair's expert in w2."""
     kernel = _DOWN[tile_rows]
     grid = (-(-w2.n_out // DOWN_COLS), len(tiles_i32))
     args = (out_bf16, hidden_bf16, w2.codes_u8, w2.scales_u8, tiles_i32, pairs_i32)
-    dims = (w2.n_out, w2.n_blocks, _segment(w2.n_blocks))
-    launch(kernel, grid=grid, args=(*args, *dims), lds_bytes=kernel.lds_bytes)
+    launch(kernel, grid=grid, args=(*args, w2.n_out, *_depth(w2)), lds_bytes=kernel.lds_bytes)

@@ -22,7 +22,7 @@ from rocline.hip_kernels.index_score import (
     maxima_stride,
     prepared_scores_ref,
 )
-from rocline.hip_kernels.index_slots import block_maxima_few_hip, slot_keys_hip
+from rocline.hip_kernels.index_slots import SELECT_BLOCKS, block_maxima_few_hip, slot_keys_hip
 from rocline.hip_kernels.selection import candidate_blocks_ref, restrict_ref, select_keys_hip, top_k_list_ref
 
 FEW_ROWS = 8  # of one sequence: up to here a matrix tile of 16 rows is mostly padding
@@ -96,8 +96,12 @@ def index_select_hip(
     workspace: Workspace,
     selected_i32: Tensor,
     blocks_i32: Tensor | None = None,
+    counters_i32: Tensor | None = None,
 ) -> None:
-    """index_select on the current stream, the same lists. Raises BindError."""
+    """index_select on the current stream, the same lists. Raises BindError.
+
+    counters_i32, zeros before and after: as many rows as it has need a launch less, where lists are short.
+    """
     more = {"selected_i32 R K": selected_i32} | ({} if blocks_i32 is None else {"blocks_i32 R C": blocks_i32})
     n_rows, _ = bind_scoring("index_select", queries, history, more)
     k, n_positions = selected_i32.shape[1], history.n_positions
@@ -112,17 +116,23 @@ def index_select_hip(
         n_blocks = -(-n_positions // BLOCK)
         few = len(rows) <= FEW_ROWS * len(queries.row_tiles.among(rows))
         (block_maxima_few_hip if few else block_maxima_hip)(queries, history, rows, maxima_i16)
-        if blocks_i32 is not None:
-            select_keys_hip(maxima_i16, n_blocks, blocks_i32[part], newest_i32=queries.visible_i32[part])
-        select_keys_hip(maxima_i16, n_blocks, listed_i32)
-        slot_keys_hip(queries, history, rows, listed_i32, keys_i16)
-        select_keys_hip(keys_i16, k * BLOCK, selected_i32[part], among_i32=listed_i32)
+        if blocks_i32 is None:
+            select_keys_hip(maxima_i16, n_blocks, listed_i32)
+        else:
+            visible_i32 = queries.visible_i32[part]
+            select_keys_hip(maxima_i16, n_blocks, blocks_i32[part], newest_i32=visible_i32, listed_i32=listed_i32)
+        _select_among(queries, history, rows, listed_i32, keys_i16, selected_i32[part], counters_i32)
 
 
 def index_select_among_hip(
-    queries: Queries, history: History, workspace: Workspace, blocks_i32: Tensor, selected_i32: Tensor
+    queries: Queries,
+    history: History,
+    workspace: Workspace,
+    blocks_i32: Tensor,
+    selected_i32: Tensor,
+    counters_i32: Tensor | None = None,
 ) -> None:
-    """index_select_among on the current stream, the same lists. Raises BindError."""
+    """index_select_among on the current stream, the same lists; counters_i32 as there. Raises BindError."""
     n_rows, _ = bind_scoring(
         "index_select_among", queries, history, {"selected_i32 R K": selected_i32, "blocks_i32 R C": blocks_i32}
     )
@@ -130,5 +140,20 @@ def index_select_among_hip(
     for rows in workspace.slabs(n_rows, 0, n_listed):
         part = slice(rows.start, rows.stop)
         _, _, keys_i16 = workspace.cut(len(rows), 0, n_listed)
-        slot_keys_hip(queries, history, rows, blocks_i32[part], keys_i16)
-        select_keys_hip(keys_i16, n_listed * BLOCK, selected_i32[part], among_i32=blocks_i32[part])
+        _select_among(queries, history, rows, blocks_i32[part], keys_i16, selected_i32[part], counters_i32)
+
+
+def _select_among(
+    queries: Queries,
+    history: History,
+    rows: range,
+    blocks_i32: Tensor,
+    keys_i16: Tensor,
+    selected_i32: Tensor,
+    counters_i32: Tensor | None,
+) -> None:
+    if counters_i32 is not None and len(rows) <= len(counters_i32) and blocks_i32.shape[1] <= SELECT_BLOCKS:
+        slot_keys_hip(queries, history, rows, blocks_i32, keys_i16, selected_i32, counters_i32)
+    else:
+        slot_keys_hip(queries, history, rows, blocks_i32, keys_i16)
+        select_keys_hip(keys_i16, keys_i16.shape[1], selected_i32, among_i32=blocks_i32)

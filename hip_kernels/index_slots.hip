@@ -1,10 +1,12 @@
-// index_slots, index_block_max_few: each row against positions of its own, exact to the bit.
+// index_slots, index_block_max_few: each row against positions of its own, exact to the bit. Of few rows index_slots
+// chooses too: the workgroup that is a row's last to be done.
 // Grid (ceil(slots/128), R); 128 threads = 4 waves, each one row x 32 slots, 16 heads at a time; LDS slots_lds_bytes()
 // of the binding, by the real head count.
 //
-// Budget on gfx1100: index_slots: 160 VGPRs, 24352 bytes of LDS, 5 waves per SIMD, no scratch.
+// Budget on gfx1100: index_slots: 168 VGPRs, 24608 bytes of LDS, 5 waves per SIMD, no scratch.
 // Budget on gfx1100: index_block_max_few: 160 VGPRs, 24352 bytes of LDS, 5 waves per SIMD, no scratch.
 #include "index_terms.hip.h"
+#include "selection_terms.hip.h"
 
 constexpr int kThreads = 128, kSlots = kThreads / 32 * kWavePositions;
 constexpr int kTermStride = kWavePositions + 1;
@@ -98,14 +100,25 @@ RL_KERNEL(kThreads) index_slots(rl_u16* slot_keys,      // [R, 8 L]
                                     const int* sequences,   // [R] sequence of a row
                                     const int* visible,     // [R]
                                     const int* blocks,      // [R, L] candidate blocks, -1 for none
-                                    int n_heads, int n_blocks, int rows_per_page, int table_width) {
+                                    int* chosen,            // [R, K] best positions, or null
+                                    int* counters,          // [R] zeros, for it
+                                    int n_heads, int n_blocks, int rows_per_page, int table_width, int k) {
   RL_DYN_SHARED(char, shared);
   const int row = rl_bid_y(), slot = rl_bid_x() * kSlots + rl_tid();
   const int block = slot / kBlock < n_blocks ? blocks[(rl_i64)row * n_blocks + slot / kBlock] : -1;
   const int position = block * kBlock + slot % kBlock;
   const int key = slot_key(shared, row, position, block >= 0 && position < visible[row], queries, weights, keys,
                            page_tables + (rl_i64)sequences[row] * table_width, n_heads, rows_per_page);
-  if (slot < n_blocks * kBlock) slot_keys[(rl_i64)row * n_blocks * kBlock + slot] = (rl_u16)key;
+  rl_u16* own = slot_keys + (rl_i64)row * n_blocks * kBlock;
+  if (slot < n_blocks * kBlock) own[slot] = (rl_u16)key;
+  if (!chosen || !rl::last_of((n_blocks * kBlock + kSlots - 1) / kSlots, counters + row, (int*)shared)) return;
+  rl_sync();  // the word in LDS has been read
+  typedef Select<kThreads> S;
+  rl::Words4* keys_lds = (rl::Words4*)(shared + S::kLdsBytes);  // the row's keys, which are gone through three times
+  for (int i = rl_tid(); i < n_blocks; i += kThreads) keys_lds[i] = ((const rl::Words4*)own)[i];
+  rl_sync();
+  const Chosen to = {chosen + (rl_i64)row * k, blocks + (rl_i64)row * n_blocks, k};
+  S::list(to, {(const rl_u16*)keys_lds, n_blocks * kBlock, -1}, *(S::Lds*)shared);
 }
 RL_EXPORT(index_slots)
 

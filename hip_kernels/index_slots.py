@@ -9,6 +9,12 @@ from rocline.hip_kernels.index_score import BLOCK, LDS_ROW_BYTES, MOST_HEADS, Hi
 from rocline.hip_kernels.kernel import Kernel, launch
 
 SLOTS = 128  # a workgroup's
+SELECT_BLOCKS = 512  # up to so many of a row a workgroup's LDS holds the keys while it chooses
+
+
+def _select_lds_bytes(n_listed: int) -> int:
+    """Struct Select::Lds in whole 16 bytes, and a row's keys."""
+    return -(-(4096 + 4 + 2) * 4 // 16) * 16 + n_listed * BLOCK * 2
 
 
 def slots_lds_bytes(n_heads: int) -> int:
@@ -20,8 +26,9 @@ def slots_lds_bytes(n_heads: int) -> int:
 
 def _kernels(n_heads: int) -> tuple[Kernel, Kernel]:
     lds = slots_lds_bytes(n_heads)
+    most = max(lds, _select_lds_bytes(SELECT_BLOCKS))
     return (
-        Kernel("index_slots.hip", "index_slots", "PPPPPPPPiiii", threads=128, lds_bytes=lds),
+        Kernel("index_slots.hip", "index_slots", "PPPPPPPPPPiiiii", threads=128, lds_bytes=most),
         Kernel("index_slots.hip", "index_block_max_few", "PPPPPPPiiiii", threads=128, lds_bytes=lds),
     )
 
@@ -30,19 +37,30 @@ _SLOTS, _MAXIMA_FEW = _kernels(MOST_HEADS)
 RELEASE_KERNELS = _kernels(32)
 
 
-def slot_keys_hip(queries: Queries, history: History, rows: range, blocks_i32: Tensor, keys_i16: Tensor) -> None:
+def slot_keys_hip(
+    queries: Queries,
+    history: History,
+    rows: range,
+    blocks_i32: Tensor,
+    keys_i16: Tensor,
+    chosen_i32: Tensor | None = None,
+    counters_i32: Tensor | None = None,
+) -> None:
     """Fill keys_i16 [rows, 8 C] with the sortable keys of the positions of each row's own blocks_i32 [rows, C].
 
     A key is 0 for block -1 and for a position not seen, else larger for a larger score. rows.start is a multiple of 16.
+    chosen_i32 [rows, K], where given, is filled with the best of these positions as select_keys_hip does it, for C up
+    to SELECT_BLOCKS; counters_i32 has a 0 for each of the rows, before and after.
     """
     n_heads, n_listed, tables = queries.weights_bf16.shape[1], blocks_i32.shape[1], history.page_tables_i32
     tiles_u8, weights, *own = _own(queries, rows)
-    sizes = (n_heads, n_listed, history.rows_per_page, tables.shape[1])
+    choosing = (chosen_i32, counters_i32, n_heads, n_listed, history.rows_per_page, tables.shape[1])
+    k = 0 if chosen_i32 is None else chosen_i32.shape[1]
     launch(
         _SLOTS,
         grid=(-(-n_listed * BLOCK // SLOTS), len(rows)),
-        args=(keys_i16, tiles_u8, weights, history.keys_u8, tables, *own, blocks_i32, *sizes),
-        lds_bytes=slots_lds_bytes(n_heads),
+        args=(keys_i16, tiles_u8, weights, history.keys_u8, tables, *own, blocks_i32, *choosing, k),
+        lds_bytes=max(slots_lds_bytes(n_heads), _select_lds_bytes(n_listed) if k else 0),
     )
 
 

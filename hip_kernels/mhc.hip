@@ -10,7 +10,11 @@
 //
 // mhc_finish: grid (R, 1); 128 threads; LDS a float a wave.
 //
+// mhc_few: both for at most 32 rows, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's
+// sums in its order. Grid (ceil(WIDTH/128), 1).
+//
 // Budget on gfx1100: mhc_pass: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
+// Budget on gfx1100: mhc_few: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
 // Budget on gfx1100: mhc_finish: 72 VGPRs, 16 bytes of LDS, 16 waves per SIMD, no scratch.
 #include "explog.hip.h"
 #include "rms.hip.h"
@@ -117,26 +121,29 @@ RL_DEV void write_partials(float* partials, const float* sums, int row0, int n_r
   }
 }
 
-RL_KERNEL(kPassThreads) mhc_pass(float* partials,          // [R, segments, 25]
-                                 rl_u16* merged,           // [R, 4, WIDTH], may be streams
-                                 rl_u16* collapsed,        // [R, WIDTH], not normed
-                                 const rl_u16* streams,    // [R, 4, WIDTH]
-                                 const rl_u16* sublayer,   // [R, WIDTH], or null: nothing is merged
-                                 const float* post,        // [R, 4]
-                                 const float* comb,        // [R, 4, 4]
-                                 const float* pre,         // [R, 4], or null: nothing is collapsed
-                                 const rl_u16* weights,    // [segments, 4, 8, 5, 16, 16], or null: nothing is projected
-                                 int n_rows) {
-  RL_DYN_SHARED(rl_u16, lds);
+struct Pass {
+  float* partials;         // [R, segments, 25]
+  rl_u16* merged;          // [R, 4, WIDTH], may be streams
+  rl_u16* collapsed;       // [R, WIDTH], not normed
+  const rl_u16* streams;   // [R, 4, WIDTH]
+  const rl_u16* sublayer;  // [R, WIDTH], or null: nothing is merged
+  const float* post;       // [R, 4]
+  const float* comb;       // [R, 4, 4]
+  const float* pre;        // [R, 4], or null: nothing is collapsed
+  const rl_u16* weights;   // [segments, 4, 8, 5, 16, 16], or null: nothing is projected
+  int n_rows;
+};
+
+RL_DEV void pass(rl_u16* lds, const Pass& a) {
   const int row0 = rl_bid_y() * kPassRows;
-  stage_rows(lds, merged, collapsed, streams, sublayer, post, comb, pre, row0, n_rows);
-  if (!weights) return;
+  stage_rows(lds, a.merged, a.collapsed, a.streams, a.sublayer, a.post, a.comb, a.pre, row0, a.n_rows);
+  if (!a.weights) return;
   rl_sync();
   const int job = rl::wave() % kColJobs, tile_row = rl::wave() / kColJobs * kTileRows;
   constexpr int kSegmentWeights = kStreams * kSteps * kColTiles * kFragment;
   rl::AccF32 acc = {};
-  if (row0 + tile_row < n_rows)
-    acc = project(lds + tile_row * kRowStride, weights + (rl_i64)rl_bid_x() * kSegmentWeights, job);
+  if (row0 + tile_row < a.n_rows)
+    acc = project(lds + tile_row * kRowStride, a.weights + (rl_i64)rl_bid_x() * kSegmentWeights, job);
   rl_sync();
   float* sums = (float*)lds;
 #pragma unroll
@@ -146,7 +153,17 @@ RL_KERNEL(kPassThreads) mhc_pass(float* partials,          // [R, segments, 25]
     else if (rl::acc_row(i) == rl::acc_col(i)) row[kColTiles * 16] = acc.v[i];
   }
   rl_sync();
-  write_partials(partials, sums, row0, n_rows);
+  write_partials(a.partials, sums, row0, a.n_rows);
+}
+
+#define PASS_ARGUMENTS                                                                                            \
+  float *partials, rl_u16 *merged, rl_u16 *collapsed, const rl_u16 *streams, const rl_u16 *sublayer,             \
+      const float *post, const float *comb, const float *pre, const rl_u16 *weights, int n_rows
+#define PASS {partials, merged, collapsed, streams, sublayer, post, comb, pre, weights, n_rows}
+
+RL_KERNEL(kPassThreads) mhc_pass(PASS_ARGUMENTS) {
+  RL_DYN_SHARED(rl_u16, lds);
+  pass(lds, PASS);
 }
 RL_EXPORT(mhc_pass)
 
@@ -182,31 +199,75 @@ RL_DEV void coefficients(float z, const float* scale, const float* base, float e
   if (lane < kStreams * kStreams) comb[lane] = a;
 }
 
-RL_KERNEL(kThreads) mhc_finish(rl_u16* normed,         // [R, WIDTH], in place; or null: nothing is normed
-                               float* pre,             // [R, 4]
-                               float* post,            // [R, 4]
-                               float* comb,            // [R, 4, 4]
-                               const float* partials,  // [R, segments, 25], or null: no coefficients
-                               const rl_u16* weight,   // [WIDTH]
-                               const float* scale,     // [3]
-                               const float* base,      // [24]
-                               float norm_eps, float eps, int n_iters) {
-  RL_DYN_SHARED(float, sums);
-  const rl_i64 row = rl_bid_x();
-  if (normed) {
-    rl_u16* x = normed + row * WIDTH;
-    rl::Words4 words[kOwnPieces];
-#pragma unroll
-    for (int i = 0; i < kOwnPieces; ++i)
-      if (own_channel(i) < WIDTH) words[i] = load_words(x + own_channel(i));
-    norm_row(x, words, weight, norm_eps, sums);
-  }
-  if (!partials || rl::wave() != 0) return;
-  const float* own = partials + row * kSegments * kPartials;
+struct Mix {
+  float* pre;             // [R, 4]
+  float* post;            // [R, 4]
+  float* comb;            // [R, 4, 4]
+  const float* partials;  // [R, segments, 25], or null: no coefficients
+  const float* scale;     // [3]
+  const float* base;      // [24]
+  float norm_eps, eps;
+  int n_iters;
+};
+
+// By one wave: the row's sums over the segments, lane z the projection's z; then the coefficients.
+RL_DEV float over_row_segments(const float* partials, rl_i64 row) {
+  const float* own = partials + row * kSegments * kPartials + (rl::lane() < kPartials ? rl::lane() : kPartials - 1);
   float total = 0.0f;
-  for (int s = 0; s < kSegments; ++s) total += rl::lane() < kPartials ? own[s * kPartials + rl::lane()] : 0.0f;
-  const float inverse = inverse_rms(rl::shfl(total, kSums), kStreams * WIDTH, norm_eps);
-  coefficients(total * inverse, scale, base, eps, n_iters, pre + row * kStreams, post + row * kStreams,
-               comb + row * kStreams * kStreams);
+#pragma unroll
+  for (int s = 0; s < kSegments; ++s) total += own[s * kPartials];
+  return total;
+}
+RL_DEV void mix_row(const Mix& a, float total, rl_i64 row) {
+  const float inverse = inverse_rms(rl::shfl(total, kSums), kStreams * WIDTH, a.norm_eps);
+  coefficients(total * inverse, a.scale, a.base, a.eps, a.n_iters, a.pre + row * kStreams, a.post + row * kStreams,
+               a.comb + row * kStreams * kStreams);
+}
+
+// normed [R, WIDTH], in place; rounded [R, WIDTH] the same through ActQuant8, or null; weight [WIDTH]; the others as in
+// Mix.
+#define FINISH_ARGUMENTS                                                                                       \
+  rl_u16 *normed, rl_u16 *rounded, float *new_pre, float *new_post, float *new_comb, const float *sums, const rl_u16 *weight,   \
+      const float *scale, const float *base, float norm_eps, float eps, int n_iters
+#define MIX {new_pre, new_post, new_comb, sums, scale, base, norm_eps, eps, n_iters}
+
+RL_KERNEL(kNormThreads) mhc_finish(FINISH_ARGUMENTS) {
+  RL_DYN_SHARED(float, lds);
+  const rl_i64 row = rl_bid_x();
+  Norm<WIDTH>::by_group(Normed::at(normed, rounded, row * WIDTH), normed + row * WIDTH, weight, norm_eps, lds);
+  if (sums && rl::wave() == 0) mix_row(MIX, over_row_segments(sums, row), row);
 }
 RL_EXPORT(mhc_finish)
+
+RL_KERNEL(kPassThreads) mhc_few(PASS_ARGUMENTS, FINISH_ARGUMENTS, int* counter) {
+  RL_DYN_SHARED(rl_u16, lds);
+  pass(lds, PASS);
+  if (!rl::last_of(kSegments, counter, (int*)lds)) return;
+  // In two steps, each of which waits for memory once: what is added up of every row, and what comes of it.
+  typedef Norm<WIDTH> N;
+  constexpr int kWaves = kPassThreads / 32;
+  float* squares = (float*)lds + 4;  // [R, 4], behind last_of's word
+  float* totals = squares + kPassRows * N::kWaves;  // [R, 32]
+  const int n_quarters = n_rows * N::kWaves, n_jobs = n_quarters + (sums ? n_rows : 0);
+  for (int job = rl::wave(); job < n_jobs; job += kWaves) {
+    const int row = job / N::kWaves;
+    if (job < n_quarters) {
+      const float sum = N::sum_of_wave(normed + (rl_i64)row * WIDTH, job % N::kWaves);
+      if (rl::lane() == 0) squares[job] = sum;
+    } else {
+      totals[(job - n_quarters) * 32 + rl::lane()] = over_row_segments(sums, job - n_quarters);
+    }
+  }
+  rl_sync();
+  const Mix a = MIX;
+  for (int job = rl::wave(); job < n_jobs; job += kWaves) {
+    const int row = job / N::kWaves;
+    if (job < n_quarters) {
+      const Normed out = Normed::at(normed, rounded, (rl_i64)row * WIDTH);
+      N::store_of_wave(out, out.row, weight, norm_eps, squares + row * N::kWaves, job % N::kWaves);
+    } else {
+      mix_row(a, totals[(job - n_quarters) * 32 + rl::lane()], job - n_quarters);
+    }
+  }
+}
+RL_EXPORT(mhc_few)

@@ -3,6 +3,7 @@
 mhc_pass_hip merges the last sublayer's output, collapses for the next one and projects, in one reading of the streams;
 mhc_finish_hip norms what was collapsed and turns the projection into coefficients. That moves 2n + 4 values of D a
 row: n + 1 in, n + 1 out, and the norm's two. The results are those of the operators of mhc.py one after the other.
+mhc_enter_hip is both; where rows are few, in one launch, with the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ STREAMS, SUMS = 4, 24
 SEGMENT, ROWS = 128, 32  # a workgroup's channels of each stream, and rows
 COL_TILES = 5
 PASS_LDS_BYTES = ROWS * (STREAMS * SEGMENT + 8) * 2
+# One workgroup finishes these: of more rows a launch of its own is quicker (docs/decode_path.md). At most ROWS.
+FEW_ROWS = 2
+_PASS, _FINISH = "P" * 9 + "i", "P" * 9 + "ffi"
 
 
 @cache
-def _kernels(width: int) -> tuple[Kernel, Kernel]:
+def _kernels(width: int) -> tuple[Kernel, Kernel, Kernel]:
     defines = {"WIDTH": width}
     return (
-        Kernel("mhc.hip", "mhc_pass", "P" * 9 + "i", threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
-        Kernel("mhc.hip", "mhc_finish", "P" * 8 + "ffi", threads=128, defines=defines, lds_bytes=16),
+        Kernel("mhc.hip", "mhc_pass", _PASS, threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
+        Kernel("mhc.hip", "mhc_finish", _FINISH, threads=128, defines=defines, lds_bytes=16),
+        Kernel("mhc.hip", "mhc_few", _PASS + _FINISH + "P", threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
     )
 
 
@@ -92,6 +97,21 @@ def mhc_pass_hip(
 
     Each is left out where it and what it is made from are None. Raises BindError.
     """
+    args = _pass_args(streams_bf16, merge, merged_bf16, pre_f32, collapsed_bf16, projection, partials_f32)
+    n_rows, _, width = streams_bf16.shape
+    if n_rows:
+        launch(_kernels(width)[0], grid=(-(-width // SEGMENT), -(-n_rows // ROWS)), args=args, lds_bytes=PASS_LDS_BYTES)
+
+
+def _pass_args(
+    streams_bf16: Tensor,
+    merge: Merge | None,
+    merged_bf16: Tensor | None,
+    pre_f32: Tensor | None,
+    collapsed_bf16: Tensor | None,
+    projection: Projection | None,
+    partials_f32: Tensor | None,
+) -> tuple[Tensor | int | None, ...]:
     _both_or_none("mhc_pass", (merge, merged_bf16), (pre_f32, collapsed_bf16), (projection, partials_f32))
     n_rows, width = _bind(
         "mhc_pass",
@@ -113,11 +133,9 @@ def mhc_pass_hip(
             f"mhc_pass: streams of {width} channels, weights for {projection.width if projection else width}; "
             "want one number, and a multiple of 16"
         )
-    if n_rows:
-        merging = (merge.sublayer_bf16, merge.post_f32, merge.comb_f32) if merge else (None, None, None)
-        outs = (partials_f32, merged_bf16, collapsed_bf16)
-        args = (*outs, streams_bf16, *merging, pre_f32, projection.fn_bf16 if projection else None, n_rows)
-        launch(_kernels(width)[0], grid=(-(-width // SEGMENT), -(-n_rows // ROWS)), args=args, lds_bytes=PASS_LDS_BYTES)
+    merging = (merge.sublayer_bf16, merge.post_f32, merge.comb_f32) if merge else (None, None, None)
+    outs = (partials_f32, merged_bf16, collapsed_bf16)
+    return *outs, streams_bf16, *merging, pre_f32, projection.fn_bf16 if projection else None, n_rows
 
 
 @dataclass(frozen=True)
@@ -129,26 +147,46 @@ class Coefficients:
     comb_f32: Tensor
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """Coefficients of the streams as they enter, by way of partials_f32, a workspace of partials_shape()."""
+
+    projection: Projection
+    partials_f32: Tensor
+    out: Coefficients
+    eps: float
+    n_iters: int
+
+
 def mhc_finish_hip(
     collapsed_bf16: Tensor,
     norm_bf16: Tensor,
     norm_eps: float,
-    projection: Projection | None = None,
-    partials_f32: Tensor | None = None,
-    out: Coefficients | None = None,
-    eps: float = 0.0,
-    n_iters: int = 0,
+    mixing: Mixing | None = None,
+    rounded_bf16: Tensor | None = None,
 ) -> None:
-    """RMSNorm of collapsed_bf16 [R, D] in place; with a projection also the coefficients, from mhc_pass_hip's partials.
+    """RMSNorm of collapsed_bf16 [R, D] in place; with mixing also the coefficients, from mhc_pass_hip's partials.
 
-    Sums have orders of their own; exp and sigmoid are explog.py's sequences. Raises BindError.
+    rounded_bf16 [R, D], where given, is filled with the normed rows as act_round8_hip makes them. Sums have orders of
+    their own; exp and sigmoid are explog.py's sequences. Raises BindError.
     """
-    _both_or_none("mhc_finish", (projection, partials_f32), (projection, out))
-    n_rows, width = _bind(
+    args = _finish_args(collapsed_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
+    n_rows, width = collapsed_bf16.shape
+    if n_rows:
+        launch(_kernels(width)[1], grid=(n_rows, 1), args=args, lds_bytes=16)
+
+
+def _finish_args(
+    collapsed_bf16: Tensor, norm_bf16: Tensor, norm_eps: float, mixing: Mixing | None, rounded_bf16: Tensor | None
+) -> tuple[Tensor | float | int | None, ...]:
+    projection, out = (mixing.projection, mixing.out) if mixing else (None, None)
+    partials_f32 = mixing.partials_f32 if mixing else None
+    _bind(
         "mhc_finish",
-        "R D",
+        "",
         {
             "collapsed_bf16 R D": collapsed_bf16,
+            "rounded_bf16 R D": rounded_bf16,
             "norm_bf16 D": norm_bf16,
             "partials_f32 R S 25": partials_f32,
             "fn_bf16 S 4 8 5 16 16": projection.fn_bf16 if projection else None,
@@ -159,11 +197,39 @@ def mhc_finish_hip(
             "comb_f32 R 4 4": out.comb_f32 if out else None,
         },
     )
-    if n_rows:
-        outs = (out.pre_f32, out.post_f32, out.comb_f32) if out else (None, None, None)
-        affine = (projection.scale_f32, projection.base_f32) if projection else (None, None)
-        args = (collapsed_bf16, *outs, partials_f32, norm_bf16, *affine, norm_eps, eps, n_iters)
-        launch(_kernels(width)[1], grid=(n_rows, 1), args=args, lds_bytes=16)
+    if rounded_bf16 is not None and collapsed_bf16.shape[1] % 32:
+        raise BindError(f"mhc_finish: rows of {collapsed_bf16.shape[1]} channels to round, want a multiple of 32")
+    outs = (out.pre_f32, out.post_f32, out.comb_f32) if out else (None, None, None)
+    affine = (projection.scale_f32, projection.base_f32) if projection else (None, None)
+    numbers = (mixing.eps, mixing.n_iters) if mixing else (0.0, 0)
+    return collapsed_bf16, rounded_bf16, *outs, partials_f32, norm_bf16, *affine, norm_eps, *numbers
+
+
+def mhc_enter_hip(
+    streams_bf16: Tensor,
+    merge: Merge | None,
+    pre_f32: Tensor,
+    norm_bf16: Tensor,
+    norm_eps: float,
+    mixing: Mixing | None,
+    out_bf16: Tensor,
+    counter_i32: Tensor,
+    rounded_bf16: Tensor | None = None,
+) -> None:
+    """mhc_pass_hip, merging in place, and mhc_finish_hip: a sublayer's input out_bf16 [R, D] and its coefficients.
+
+    counter_i32 [1] holds 0, and does so again afterwards.
+    """
+    projection, partials_f32 = (mixing.projection, mixing.partials_f32) if mixing else (None, None)
+    passing = streams_bf16, merge, streams_bf16 if merge else None, pre_f32, out_bf16, projection, partials_f32
+    n_rows, _, width = streams_bf16.shape
+    if n_rows > FEW_ROWS:
+        mhc_pass_hip(*passing)
+        mhc_finish_hip(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
+    elif n_rows:
+        finishing = _finish_args(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
+        args = (*_pass_args(*passing), *finishing, counter_i32)
+        launch(_kernels(width)[2], grid=(-(-width // SEGMENT), 1), args=args, lds_bytes=PASS_LDS_BYTES)
 
 
 def _both_or_none(op: str, *pairs: tuple[object, object]) -> None:

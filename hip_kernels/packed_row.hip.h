@@ -3,7 +3,7 @@
 #pragma once
 #include "row_terms.hip.h"
 
-constexpr int kThreads = 128, kRowsAGroup = kThreads / 32;
+constexpr int kRowThreads = 128, kRowsAGroup = kRowThreads / 32;
 static_assert(WIDTH % 64 == 0 && WIDTH <= 512, "a lane has 2 to 16 channels: whole pairs, at most one scale group");
 constexpr int kOwn = WIDTH / 32;
 
@@ -60,3 +60,44 @@ template <int kChannels> RL_DEV int group_size_bits(const Own& x) {
 
 // Of a group whose scale is not a number; on x86 the sign of a NaN among the channels survives.
 RL_DEV int nan_code(float v) { return size_bits(v) > kInfinity ? e4m3(v) : 0x7F; }
+
+// ActQuant8 of the row, as it is cached: codes, then scales.
+RL_DEV void write_window_row(rl_u8* out, const Own& x) {
+  const int scale = scale_of_e4m3(group_size_bits<32>(x));
+  const float inverse = one_over_e8m0(scale);
+  rl_u8* codes = out + first_own();
+#pragma unroll
+  for (int c = 0; c < kOwn; c += 2) {
+    const int low = scale == kNotANumber ? nan_code(x.v[c]) : e4m3(x.v[c] * inverse);
+    const int high = scale == kNotANumber ? nan_code(x.v[c + 1]) : e4m3(x.v[c + 1] * inverse);
+    *(rl_u16*)(codes + c) = (rl_u16)(low | high << 8);
+  }
+  if (first_own() % 32 == 0) out[WIDTH + first_own() / 32] = (rl_u8)scale;
+}
+
+// Window rows (backbone.md section 5.2) on their way, by one wave each.
+struct WindowRow {
+  rl_u8* rows;              // [N, WIDTH + WIDTH / 32] codes, then scales
+  const rl_u16* projected;  // [R, WIDTH]
+  const rl_u16* weight;     // [WIDTH]
+  const float* cosines;     // [R, n_pairs]
+  const float* sines;       // [R, n_pairs]
+  const int* slots;         // [R] where rows go, negative: nowhere; or null: row r
+  int n_rows, n_pairs;
+  float eps;
+
+  RL_DEV void write(const WindowRow& a, int row) {
+    if (row >= a.n_rows) return;
+    const int slot = a.slots ? a.slots[row] : row;
+    if (slot < 0) return;
+    Own x = load_own(a.projected + (rl_i64)row * WIDTH);
+    norm_own(x, a.weight, a.eps);
+    rotate_own(x, a.cosines + (rl_i64)row * a.n_pairs, a.sines + (rl_i64)row * a.n_pairs, a.n_pairs);
+    write_window_row(a.rows + (rl_i64)slot * (WIDTH + WIDTH / 32), x);
+  }
+};
+
+#define WINDOW_ROW_ARGUMENTS                                                                                       \
+  rl_u8 *rows, const rl_u16 *projected, const rl_u16 *weight, const float *cosines, const float *sines,           \
+      const int *slots, int n_rows, int n_pairs, float eps
+#define WINDOW_ROW {rows, projected, weight, cosines, sines, slots, n_rows, n_pairs, eps}

@@ -11,7 +11,7 @@
 //   rl_tid() rl_bid_x() rl_bid_y()  thread in the workgroup, workgroup in the grid
 //   rl_sync() rl_wave_sync()        barriers of the workgroup and of one wave, which order LDS and nothing else: loads
 //                                   from device memory stay in flight across them. What one thread stores there,
-//                                   others see in the next kernel
+//                                   others see in the next kernel, or through rl::last_of
 //
 // A wave is 32 lanes on every target. Wave operations (shuffles, ballots, mma, rl_wave_sync) must be reached by all
 // lanes of a wave that have not returned; mma by all 32.
@@ -60,6 +60,8 @@ RL_DEV float as_float(int v) { return __int_as_float(v); }
 RL_DEV float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 RL_DEV float max(float a, float b) { return ::fmaxf(a, b); }
 RL_DEV int lds_add(int* p, int v) { return atomicAdd(p, v); }
+RL_DEV int device_add(int* p, int v) { return atomicAdd(p, v); }
+RL_DEV void device_fence() { __threadfence(); }
 RL_DEV void no_overlap() {}
 }  // namespace rl
 
@@ -107,6 +109,10 @@ RL_DEV float max(float a, float b) { return __builtin_fmaxf(a, b); }
 RL_DEV int lds_add(int* p, int v) {
   return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
+RL_DEV int device_add(int* p, int v) {
+  return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+RL_DEV void device_fence() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 RL_DEV void no_overlap() { __builtin_amdgcn_sched_barrier(0); }
 }  // namespace rl
 
@@ -126,11 +132,28 @@ namespace rl {
 // shfl_xor<M>(v)   [target] v of lane ^ M, M = 1..16
 // ballot(p)        [target] bit i: p of lane i
 // lds_add(p, v)    [target] atomic in LDS, relaxed; returns the old value. Sums are exact, the old values' order is not
+// device_add(p, v) [target] as lds_add, in device memory
+// device_fence()   [target] this thread's stores before it are seen by whoever sees a device_add after it, and its loads
+//                  after it see what was stored before a device_add that it saw
 // no_overlap()     [target] the compiler moves no instruction across; for where interleaving costs registers or pairing
 RL_DEV int lane() { return rl_tid() & 31; }
 RL_DEV int wave() { return uniform(rl_tid() >> 5); }
 RL_DEV float shfl(float v, int source) { return as_float(shfl(as_int(v), source)); }
 template <int kMask> RL_DEV float shfl_xor(float v) { return as_float(shfl_xor<kMask>(as_int(v))); }
+// Whether this workgroup is the last of n to get here; then it sees what the others stored before. All of its threads
+// call; *counter is 0 before the first and after the last. lds: a word that is free until the next barrier.
+RL_DEV bool last_of(int n, int* counter, int* lds) {
+  device_fence();
+  rl_sync();
+  if (rl_tid() == 0) {
+    *lds = device_add(counter, 1) == n - 1;
+    if (*lds) *counter = 0;
+  }
+  rl_sync();
+  const bool last = uniform(*lds) != 0;
+  device_fence();
+  return last;
+}
 // The set lanes of a ballot below this one: its place when they are written densely, in order.
 RL_DEV int rank(rl_u32 lanes) { return popcount(lanes & ((1u << lane()) - 1)); }
 

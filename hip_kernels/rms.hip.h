@@ -1,32 +1,87 @@
-// rms.hip.h: RMSNorm of a row that a workgroup holds in registers, WIDTH channels of BF16 in pieces of 8.
+// rms.hip.h: RMSNorm of a row of BF16 channels, a multiple of 8 of them, held in registers: by 128 threads of a
+// workgroup, or by four of its waves, which add in the same order. What is normed may be written through ActQuant8 too.
 #pragma once
-#include "row_terms.hip.h"
+#include "act_terms.hip.h"
 
-constexpr int kThreads = 128;
-static_assert(WIDTH % kPiece == 0, "rows are read in pieces of 16 bytes");
-constexpr int kOwnPieces = (WIDTH / kPiece + kThreads - 1) / kThreads;
+constexpr int kNormThreads = 128;
 
-// A thread's i-th piece; at or past WIDTH there is none.
-RL_DEV int own_channel(int i) { return (i * kThreads + rl_tid()) * kPiece; }
+struct Normed {  // where a row goes
+  rl_u16* row;
+  rl_u16* rounded;  // or null; wants a multiple of 32 channels
 
-RL_DEV void norm_row(rl_u16* out, const rl::Words4 (&words)[kOwnPieces], const rl_u16* weight, float eps,
-                     float* sums) {
-  float sum = 0.0f;
+  RL_DEV Normed at(rl_u16* rows, rl_u16* rounded, rl_i64 first) { return {rows + first, rounded ? rounded + first : nullptr}; }
+};
+
+template <int kWidth> struct Norm {
+  static_assert(kWidth % kPiece == 0, "rows are read in pieces of 16 bytes");
+  static constexpr int kWaves = kNormThreads / 32;
+  static constexpr int kPieces = (kWidth / kPiece + kNormThreads - 1) / kNormThreads;
+
+  struct Own {  // of one of the threads
+    rl::Words4 words[kPieces];
+  };
+
+  // Its i-th piece; at or past kWidth there is none.
+  RL_DEV int channel(int i, int thread) { return (i * kNormThreads + thread) * kPiece; }
+
+  RL_DEV Own load(const rl_u16* row, int thread) {
+    Own own;
 #pragma unroll
-  for (int i = 0; i < kOwnPieces; ++i) {
-    if (own_channel(i) >= WIDTH) continue;
-    const Piece x = unpack(words[i]);
-#pragma unroll
-    for (int c = 0; c < kPiece; ++c) sum += x.v[c] * x.v[c];
+    for (int i = 0; i < kPieces; ++i)
+      if (channel(i, thread) < kWidth) own.words[i] = load_words(row + channel(i, thread));
+    return own;
   }
-  const float inverse = inverse_rms(group_sum<kThreads>(sum, sums), WIDTH, eps);
+
+  RL_DEV float squares(const Own& own, int thread) {
+    float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kOwnPieces; ++i) {
-    if (own_channel(i) >= WIDTH) continue;
-    Piece x = unpack(words[i]);
-    const Piece w = load_piece(weight + own_channel(i));
+    for (int i = 0; i < kPieces; ++i) {
+      if (channel(i, thread) >= kWidth) continue;
+      const Piece x = unpack(own.words[i]);
 #pragma unroll
-    for (int c = 0; c < kPiece; ++c) x.v[c] = w.v[c] * (x.v[c] * inverse);
-    store_words(out + own_channel(i), pack(x));
+      for (int c = 0; c < kPiece; ++c) sum += x.v[c] * x.v[c];
+    }
+    return sum;
   }
-}
+
+  RL_DEV void store(const Normed& out, const Own& own, const rl_u16* weight, float inverse, int thread) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const bool real = channel(i, thread) < kWidth;  // the lanes that have none go along: they round together
+      rl::Words4 words = {};
+      if (real) {
+        Piece x = unpack(own.words[i]);
+        const Piece w = load_piece(weight + channel(i, thread));
+#pragma unroll
+        for (int c = 0; c < kPiece; ++c) x.v[c] = w.v[c] * (x.v[c] * inverse);
+        words = pack(x);
+        store_words(out.row + channel(i, thread), words);
+      }
+      if (!out.rounded) continue;
+      words = act_round(unpack(words));
+      if (real) store_words(out.rounded + channel(i, thread), words);
+    }
+  }
+
+  // By a workgroup of kNormThreads; out.row may be row. sums: a float a wave.
+  RL_DEV void by_group(const Normed& out, const rl_u16* row, const rl_u16* weight, float eps, float* sums) {
+    const int thread = rl_tid();
+    const Own own = load(row, thread);
+    const float sum = group_sum<kNormThreads>(squares(own, thread), sums);
+    store(out, own, weight, inverse_rms(sum, kWidth, eps), thread);
+  }
+
+  // The same bits in two steps, a quarter of the row a wave: each wave's sum, then, with all four, what it stores.
+  RL_DEV float sum_of_wave(const rl_u16* row, int w) {
+    const int thread = 32 * w + rl::lane();
+    return rl::wave_sum(squares(load(row, thread), thread));
+  }
+  RL_DEV void store_of_wave(const Normed& out, const rl_u16* row, const rl_u16* weight, float eps, const float* sums,
+                            int w) {
+    float total = sums[0];
+#pragma unroll
+    for (int i = 1; i < kWaves; ++i) total += sums[i];
+    const int thread = 32 * w + rl::lane();
+    store(out, load(row, thread), weight, inverse_rms(total, kWidth, eps), thread);
+  }
+};

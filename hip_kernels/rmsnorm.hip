@@ -4,16 +4,12 @@
 // Budget on gfx1100: rmsnorm: 72 VGPRs, 16 bytes of LDS, 16 waves per SIMD, no scratch.
 #include "rms.hip.h"
 
-RL_KERNEL(kThreads) rmsnorm(rl_u16* out,           // [R, WIDTH], may be x
+RL_KERNEL(kNormThreads) rmsnorm(rl_u16* out,           // [R, WIDTH], may be x
                             const rl_u16* x,       // [R, WIDTH]
                             const rl_u16* weight,  // [WIDTH]
                             float eps) {
   RL_DYN_SHARED(float, sums);
   const rl_i64 row = (rl_i64)rl_bid_x() * WIDTH;
-  rl::Words4 words[kOwnPieces];
-#pragma unroll
-  for (int i = 0; i < kOwnPieces; ++i)
-    if (own_channel(i) < WIDTH) words[i] = load_words(x + row + own_channel(i));
-  norm_row(out + row, words, weight, eps, sums);
+  Norm<WIDTH>::by_group({out + row, nullptr}, x + row, weight, eps, sums);
 }
 RL_EXPORT(rmsnorm)

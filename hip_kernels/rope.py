@@ -49,7 +49,6 @@ def rope_table_ref(positions_i32: Tensor, omega_f32: Tensor) -> tuple[Tensor, Te
     return rotation.real, rotation.imag
 
 
-@operator
 def rope_table(positions_i32: Tensor, omega_f32: Tensor, cos_f32: Tensor, sin_f32: Tensor) -> None:
     """Fill cos_f32 and sin_f32 [R, rope_dim/2] for positions_i32 [R] and omega_f32 [rope_dim/2]."""
     bind_dims(
@@ -70,13 +69,19 @@ def rope_ref(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, inverse: bool = F
 
     cos, sin [R, rope_dim/2]; the inverse is the conjugate rotation.
     """
-    n_pairs = cos_f32.shape[1]
-    head = x_bf16[..., : x_bf16.shape[-1] - 2 * n_pairs]
-    pairs = x_bf16[..., x_bf16.shape[-1] - 2 * n_pairs :].float().unflatten(-1, (n_pairs, 2))
-    real, imag = pairs[..., 0], pairs[..., 1]
-    cos, sin = cos_f32[:, None], -sin_f32[:, None] if inverse else sin_f32[:, None]
-    turned = torch.stack((real * cos - imag * sin, real * sin + imag * cos), dim=-1).flatten(-2)
-    return torch.cat((head, turned.bfloat16()), dim=-1)
+    head, tail = x_bf16.tensor_split((x_bf16.shape[-1] - 2 * cos_f32.shape[1],), dim=-1)
+    return torch.cat((head, turned_ref(tail, cos_f32, sin_f32, inverse)), dim=-1)
+
+
+def turned_ref(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, inverse: bool = False) -> Tensor:
+    """rope_ref of rows that turn whole: x [R, H, rope_dim]."""
+    pairs = x_bf16.float().unflatten(-1, (-1, 2))
+    real, imag = pairs.unbind(-1)
+    cos, sin = cos_f32[:, None], (-sin_f32 if inverse else sin_f32)[:, None]
+    turned = torch.empty_like(pairs)
+    torch.sub(real * cos, imag * sin, out=turned[..., 0])
+    torch.add(real * sin, imag * cos, out=turned[..., 1])
+    return turned.flatten(-2).bfloat16()
 
 
 @operator
@@ -87,7 +92,11 @@ def rope(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inv
         "R H D I",
         {"x_bf16 R H D": x_bf16, "cos_f32 R I": cos_f32, "sin_f32 R I": sin_f32, "out_bf16 R H D": out_bf16},
     )
-    run_slabs(lambda x, cos, sin: rope_ref(x, cos, sin, inverse), (x_bf16, cos_f32, sin_f32), out_bf16)
+    turn = rope_ref
+    if out_bf16.data_ptr() == x_bf16.data_ptr():  # what does not turn is there already
+        still = x_bf16.shape[-1] - 2 * cos_f32.shape[1]
+        turn, x_bf16, out_bf16 = turned_ref, x_bf16[..., still:], out_bf16[..., still:]
+    run_slabs(lambda x, cos, sin: turn(x, cos, sin, inverse), (x_bf16, cos_f32, sin_f32), out_bf16)
 
 
 def rope_hip(x_bf16: Tensor, cos_f32: Tensor, sin_f32: Tensor, out_bf16: Tensor, inverse: bool = False) -> None:

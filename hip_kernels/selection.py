@@ -12,7 +12,7 @@ from torch import Tensor
 from rocline.hip_kernels.binding import bind_dims, run_slabs
 from rocline.hip_kernels.kernel import Kernel, launch
 
-_SELECT = Kernel("selection.hip", "select_keys", "PPPPiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
+_SELECT = Kernel("selection.hip", "select_keys", "PPPPPiiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
 RELEASE_KERNELS = (_SELECT,)
 
 
@@ -23,19 +23,23 @@ def top_k_mask(scores_f32: Tensor, k: int) -> Tensor:
     if k >= scores_f32.shape[1]:
         return real
     cut = scores_f32.topk(k, dim=1).values[:, -1:]
-    above = scores_f32 > cut
-    tied = (scores_f32 == cut) & real
-    room = k - above.sum(1, keepdim=True)
-    return above | (tied & (tied.cumsum(1) <= room))
+    chosen = (scores_f32 >= cut) & real
+    many = (chosen.sum(1) > k).nonzero(as_tuple=True)[0]  # rows with more ties at the cut than room
+    if len(many):
+        tied = scores_f32[many] == cut[many]
+        above = chosen[many] & ~tied
+        chosen[many] = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    return chosen
 
 
 def mask_to_list(mask_bool: Tensor, width: int) -> Tensor:
     """[R, width] int32: the indices set in each row of mask_bool [R, P], ascending, -1 at the end."""
-    out = torch.full((len(mask_bool), width + 1), -1, dtype=torch.int32, device=mask_bool.device)
-    place = mask_bool.cumsum(1).where(mask_bool, width + 1) - 1  # unset entries go to a last, dropped column
-    index = torch.arange(mask_bool.shape[1], dtype=torch.int32, device=mask_bool.device).expand_as(mask_bool)
-    out.scatter_(1, place, index)
-    return out[:, :width]
+    out = torch.full((len(mask_bool), width), -1, dtype=torch.int32, device=mask_bool.device)
+    row, index = mask_bool.nonzero(as_tuple=True)  # row by row, ascending
+    n_set = mask_bool.sum(1)
+    place = torch.arange(len(row), device=row.device) - (n_set.cumsum(0) - n_set)[row]
+    out[row, place] = index.int()
+    return out
 
 
 def candidate_blocks_ref(scores_f32: Tensor, visible_i32: Tensor, block_size: int, n_keep: int) -> Tensor:
@@ -111,10 +115,20 @@ def top_k_list(
 
 
 def select_keys_hip(
-    keys_i16: Tensor, n: int, chosen_i32: Tensor, newest_i32: Tensor | None = None, among_i32: Tensor | None = None
+    keys_i16: Tensor,
+    n: int,
+    chosen_i32: Tensor,
+    newest_i32: Tensor | None = None,
+    among_i32: Tensor | None = None,
+    listed_i32: Tensor | None = None,
 ) -> None:
-    """chosen_i32 [rows, K]: the best of keys_i16 [rows, stride]'s first n; see selection.hip."""
+    """chosen_i32 [rows, K]: the best of keys_i16 [rows, stride]'s first n; see selection.hip.
+
+    newest_i32  [rows] visible positions, whose last block is chosen in any case
+    among_i32   [rows, C] blocks that the keys are of, eight each
+    listed_i32  [rows, L] a second choice, without newest_i32
+    """
     n_rows, k = chosen_i32.shape
-    width = 0 if among_i32 is None else among_i32.shape[1]
-    args = (chosen_i32, keys_i16, newest_i32, among_i32, n, keys_i16.shape[1], k, width)
-    launch(_SELECT, grid=(1, n_rows), args=args, lds_bytes=_SELECT.lds_bytes)
+    width, n_listed = (0 if lists is None else lists.shape[1] for lists in (among_i32, listed_i32))
+    args = (chosen_i32, listed_i32, keys_i16, newest_i32, among_i32, n, keys_i16.shape[1], k, n_listed, width)
+    launch(_SELECT, grid=(1 if listed_i32 is None else 2, n_rows), args=args, lds_bytes=_SELECT.lds_bytes)

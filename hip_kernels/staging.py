@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.binding import BindError
+from rocline.hip_kernels.binding import BindError, is_shapes_only
 from rocline.hip_kernels.driver import Event, HostBuffer, copy_async
 
 PARTS, PART_BYTES = 4, 2 << 20  # 8 MiB: a few chunks' row tables, or the Engram rows of one
@@ -63,7 +63,7 @@ class Staging:
 def fetch(tensor: Tensor) -> Tensor:
     """A copy in host memory of a tensor on the device, as it is at the current stream's end. Waits for that."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if tensor.numel():
+    if tensor.numel() and not is_shapes_only():
         source = tensor.contiguous()
         copy_async(out.data_ptr(), source.data_ptr(), out.nbytes)
         Event().record().synchronize()

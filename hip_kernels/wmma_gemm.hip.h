@@ -11,6 +11,7 @@
 #include "weight_tiles.hip.h"
 
 constexpr int kTile = 16, kStep = 32, kLaneCodes = 16;
+constexpr int kFewRows = kTile;  // of few_product.hip.h
 constexpr int kStride = kStep + 8;  // of a row in LDS, in BF16 elements: eight rows' pieces fall on different banks
 
 // ---- weights: at() is the weight from a tile on, Part what a lane reads of a tile, its 16 codes; decode() makes them
@@ -37,30 +38,6 @@ struct WeightE4m3 {  // two scales a tile, one for each 8 columns
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       out[i] = rl::to_bf16x2<4, 3>((rl_u32)part.codes.word[i / 2] << (8 * (i % 2)), factor[i % rl::kTileCols]);
-  }
-};
-
-struct WeightE2m1 {  // sixteen scales a tile, one for each column
-  static constexpr int kTileBytes = 256;
-  static constexpr int kAhead = 4;  // blocks on their way where rows are few
-  const rl_u8* codes;
-  const rl_u8* scales;
-  struct Part {
-    rl::Words2 codes;
-    int scales;
-  };
-  RL_DEV WeightE2m1 at(const WeightE2m1& w, rl_i64 tile) { return {w.codes + tile * kTileBytes, w.scales + tile * 16}; }
-  RL_DEV Part load(const WeightE2m1& w, int block) {
-    const rl_u32 bytes = (rl_u32)(block * kTileBytes + rl::lane() * 8);
-    return {*(const rl::Words2*)(w.codes + bytes), rl::tile_bytes(w.scales + (rl_u32)block * 16)};
-  }
-  RL_DEV void decode(int (&out)[8], const Part& part) {
-    rl::Factor factor[rl::kTileCols];
-#pragma unroll
-    for (int c = 0; c < rl::kTileCols; ++c) factor[c] = rl::factor_of<2>(part.scales >> (8 * c) & 255);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      out[i] = rl::to_bf16x2<2, 1>((rl_u32)part.codes.word[i / 4] << (4 * (i % 4)), factor[i % rl::kTileCols]);
   }
 };
 
@@ -199,69 +176,6 @@ template <class T> RL_DEV void run(T& t, int first, int last, int segment) {
     }
     add(t.total, acc);
   }
-}
-
-// ---- at most 16 rows: a wave has two tiles of columns and a segment of K, all straight from memory ----
-
-constexpr int kFewRows = kTile, kFewTiles = 2;
-
-template <class W> struct FewBlock {
-  typename W::Part part[kFewTiles];
-  rl::FragBF16 a[2];
-};
-template <class W>
-RL_DEV FewBlock<W> few_load(const W (&weight)[kFewTiles], const rl_u16* const (&rows)[rl::kFragRows], int block) {
-  FewBlock<W> s;
-#pragma unroll
-  for (int t = 0; t < kFewTiles; ++t) s.part[t] = weight[t].load(weight[t], block);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) s.a[half] = rl::load_rows_of(rows, block * kStep + half * 16);
-  return s;
-}
-
-// acc = the sums of channel blocks first .. last - 1, at least 0 of them. Rows are read as far ahead as weights though
-// they lie nearer: gfx1100 waits for loads in the order of their issue.
-template <class W>
-RL_DEV void few_rows(rl::AccF32 (&acc)[kFewTiles], rl_u16* own, const W (&weight)[kFewTiles], int first, int last,
-                     const rl_u16* const (&rows)[rl::kFragRows]) {  // at channel 0
-#pragma unroll
-  for (int t = 0; t < kFewTiles; ++t) acc[t] = rl::AccF32{};
-  FewBlock<W> ahead[W::kAhead];
-#pragma unroll
-  for (int j = 0; j < W::kAhead; ++j) ahead[j] = few_load(weight, rows, smaller(first + j, last - 1));
-  for (int block = first; block < last; block += W::kAhead) {
-#pragma unroll
-    for (int j = 0; j < W::kAhead; ++j) {
-      if (block + j >= last) break;
-#pragma unroll
-      for (int t = 0; t < kFewTiles; ++t) {
-        int words[8];
-        weight[t].decode(words, ahead[j].part[t]);
-        rl::FragBF16 b[2];
-        rl::tile_frags(b, words, own);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) rl::mma(acc[t], ahead[j].a[half], b[half]);
-      }
-      ahead[j] = few_load(weight, rows, smaller(block + W::kAhead + j, last - 1));
-    }
-  }
-}
-
-// Leaves a wave's sums in LDS, [tile][16][16] of its own, and waits for the other waves'. Nothing else is in LDS then.
-RL_DEV void put_sums(float* sums, const rl::AccF32 (&acc)[kFewTiles]) {
-  rl_sync();
-#pragma unroll
-  for (int t = 0; t < kFewTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      sums[(rl::wave() * kFewTiles + t) * (kTile * kTile) + rl::acc_row(i) * kTile + rl::acc_col(i)] = acc[t].v[i];
-  rl_sync();
-}
-// One element of tile t, the segments of waves first .. first + n - 1 added ascending.
-RL_DEV float sum_segments(const float* sums, int first, int n, int t, int element) {
-  float total = 0.0f;
-  for (int s = 0; s < n; ++s) total += sums[((first + s) * kFewTiles + t) * (kTile * kTile) + element];
-  return total;
 }
 
 // ---- weights into tiles: a lane's 16 codes a thread ----

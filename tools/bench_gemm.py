@@ -20,14 +20,20 @@ from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.experts import swiglu_ref
 from rocline.hip_kernels.experts_hip import ExpertRoom, ExpertWeights, experts_hip, prepare_fp4_weight
 from rocline.hip_kernels.formats import dequantise_tiles, e2m1x2_decode, e8m0_decode
+from rocline.hip_kernels.grouped_projection_hip import grouped_projection_hip
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
 from rocline.hip_kernels.linear_hip import (
+    Product,
+    Turn,
     f32_linear_hip,
     fp8_linear_hip,
+    multiply_together,
     prepare_bf16_weight,
     prepare_fp8_weight,
+    rounds_rows,
     workspace_floats,
 )
+from rocline.hip_kernels.rope import rope_hip
 from rocline.hip_kernels.weight_tiles import WeightTiles
 from rocline.tools.bench_index import captured, report, timed_ms
 
@@ -42,6 +48,8 @@ DENSE = {
     "shared w2": (5120, 2304),
     "engram.wkv": (25600, 6144),
 }
+WO_A, GROUPS = (8192, 4096), 8  # of the heads, in groups
+HEADS, HEAD_WIDTH, PAIRS = 64, 512, 32
 WIDTH, INNER = 5120, 2304
 FEW = (1, 6)
 CACHE_BYTES = 200 << 20  # of weights in turn: several times what a card keeps
@@ -61,8 +69,18 @@ def random_rows(n_rows: int, width: int) -> Tensor:
     return x
 
 
-def workspace_for(n_rows: int, tiles: WeightTiles) -> Tensor:
-    return torch.empty(max(1, workspace_floats(n_rows, tiles)), device="cuda")
+def workspace_for(n_rows: int, *tiles: WeightTiles) -> Tensor:
+    return torch.empty(max(1, workspace_floats(n_rows, *tiles)), device="cuda")
+
+
+def weight_sets(n_out: int, n_in: int, groups: int = 1) -> list[WeightTiles]:
+    """As many as take turns without the card keeping one."""
+    n_sets = max(2, min(24, CACHE_BYTES // (n_out * n_in)))
+    return [prepare_fp8_weight(random_fp8(n_out, n_in, seed), groups) for seed in range(n_sets)]
+
+
+def bf16(n_rows: int, width: int) -> Tensor:
+    return torch.empty((n_rows, width), dtype=torch.bfloat16, device="cuda")
 
 
 def copy_gb_per_s(repeats: int) -> float:
@@ -76,15 +94,52 @@ def copy_gb_per_s(repeats: int) -> float:
 def bench_few(copied: float, repeats: int) -> None:
     """One to six rows, by weight bytes a second, as graphs: what the host takes to launch is left out."""
     for name, (n_out, n_in) in DENSE.items():
-        n_sets = max(2, min(24, CACHE_BYTES // (n_out * n_in)))
-        sets = [prepare_fp8_weight(random_fp8(n_out, n_in, seed)) for seed in range(n_sets)]
+        sets = weight_sets(n_out, n_in)
         for n_rows in FEW:
-            x = random_rows(n_rows, n_in)
-            out = torch.empty((n_rows, n_out), dtype=torch.bfloat16, device="cuda")
+            x, out = random_rows(n_rows, n_in), bf16(n_rows, n_out)
             calls = [partial(fp8_linear_hip, x, tiles, out) for tiles in sets]
             ms = many_ms(calls, repeats)
             rate = n_out * n_in / ms / 1e6
             report(f"{name}, few rows", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+
+
+def bench_together(n_rows: int, repeats: int) -> None:
+    """What shares a launch with a product, against launches apart."""
+
+    def compare(
+        what: str, one: Sequence[Callable[[], object]], apart: Sequence[Sequence[Callable[[], object]]]
+    ) -> None:
+        ms, apart_ms = many_ms(one, repeats), many_ms([call for calls in apart for call in calls], repeats)
+        report(what, ms, rows=n_rows, apart_ms=round(apart_ms * len(apart[0]), 4))
+
+    (a_out, width), (kv_out, _) = DENSE["wq_a"], DENSE["wkv"]
+    first, second = weight_sets(a_out, width), weight_sets(kv_out, width)
+    x, a, kv = random_rows(n_rows, width), bf16(n_rows, a_out), bf16(n_rows, kv_out)
+    both = [(Product(f, a), Product(s, kv)) for f, s in zip(first, second, strict=False)]
+    room = workspace_for(n_rows, first[0], second[0])
+    one = [partial(multiply_together, "both", x, products, room) for products in both]
+    apart = [[partial(fp8_linear_hip, x, *product, room) for product in products] for products in both]
+    compare("wq_a and wkv", one, apart)
+
+    sets, (n_out, rank) = weight_sets(*DENSE["wq_b"]), DENSE["wq_b"]
+    x, q = random_rows(n_rows, rank), bf16(n_rows, n_out)
+    cos, sin = (torch.rand((n_rows, PAIRS), device="cuda") for _ in range(2))
+    turn = Turn(cos, sin, HEAD_WIDTH)
+    room, heads = workspace_for(n_rows, sets[0]), q.view(n_rows, HEADS, HEAD_WIDTH)
+    turning = partial(rope_hip, heads, cos, sin, heads)
+    one = [partial(fp8_linear_hip, x, tiles, q, room, turn=turn) for tiles in sets]
+    compare("wq_b and the rotation", one, [[partial(fp8_linear_hip, x, tiles, q, room), turning] for tiles in sets])
+    if rounds_rows(n_rows, rank):
+        one = [partial(fp8_linear_hip, x, tiles, q, room, round_rows=True) for tiles in sets]
+        rounding = partial(act_round8_hip, x, x)
+        compare("ActQuant8 and wq_b", one, [[rounding, partial(fp8_linear_hip, x, tiles, q, room)] for tiles in sets])
+
+    sets, (n_out, n_in) = weight_sets(*WO_A, GROUPS), WO_A
+    x, out = random_rows(n_rows, GROUPS * n_in).view(n_rows, HEADS, HEAD_WIDTH), bf16(n_rows, n_out)
+    room, rounding = workspace_for(n_rows, sets[0]), partial(act_round8_hip, out, out)
+    one = [partial(grouped_projection_hip, x, tiles, out, room, round_out=True) for tiles in sets]
+    apart = [[partial(grouped_projection_hip, x, tiles, out, room), rounding] for tiles in sets]
+    compare("wo_a and ActQuant8", one, apart)
 
 
 def many_ms(calls: Sequence[Callable[[], object]], repeats: int) -> float:
@@ -103,7 +158,7 @@ def bench_dense(n_rows: int, repeats: int) -> None:
         weights = [random_fp8(n_out, n_in, seed) for seed in range(2)]
         sets = [prepare_fp8_weight(weight) for weight in weights]
         x = random_rows(n_rows, n_in)
-        out = torch.empty((n_rows, n_out), dtype=torch.bfloat16, device="cuda")
+        out = bf16(n_rows, n_out)
         room = workspace_for(n_rows, sets[0])
         ours = many_ms([partial(fp8_linear_hip, x, tiles, out, room) for tiles in sets], repeats)
         wide = [dequantise_tiles(*weight).T for weight in weights]
@@ -217,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         copied = copy_gb_per_s(args.repeats)
         bench_few(copied, args.repeats)
         bench_head(copied, args.repeats)
+        for n_rows in (*FEW, 48, 2048):
+            bench_together(n_rows, args.repeats)
         for n_rows in (48, 128, 2048):
             bench_dense(n_rows, args.repeats)
         bench_experts(copied, args.repeats)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
 from rocline.engine.handoff import RowSpan, positions_of
+from rocline.engine.layers.attention import AttentionWeights, LowRank
+from rocline.engine.layers.compressor import CompressorWeights
 from rocline.engine.record import Recorder
 from rocline.engine.rope_rows import RopeRows
+from rocline.engine.row_tables import RowTables, visible_rows
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, index_prepare
-from rocline.hip_kernels.index_score import History, Queries, RowTiles, index_score
+from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS
+from rocline.hip_kernels.index_score import History, Queries, index_score
 from rocline.hip_kernels.index_select import index_select, index_select_among
 from rocline.hip_kernels.index_vectors import index_query, index_weights
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.selection import candidate_blocks, top_k_list
+from rocline.hip_kernels.source_ops import latent_and_weights, prepared_queries, rotated_linear_pair
 
 SCORE_ROWS = 256  # rows scored at once: [rows, history] is a chunk's largest temporary
 
@@ -37,9 +39,45 @@ def query_rows(config: TextConfig, weights: IndexerWeights, qr_bf16: Tensor, tur
     heads, width = config.index_n_heads, config.index_head_dim
     projected = scratch.bf16(len(qr_bf16), heads * width)
     fp8_linear(qr_bf16, weights.wq_b, projected)
-    rows_u8 = scratch.u8(len(qr_bf16), heads, RowFormat("index_key", width).row_bytes)
+    rows_u8 = query_room(config, len(qr_bf16))
     index_query(projected.unflatten(1, (heads, width)), turn.cos_f32, turn.sin_f32, rows_u8)
     return rows_u8
+
+
+def query_room(config: TextConfig, n_rows: int) -> Tensor:
+    return scratch.u8(n_rows, config.index_n_heads, RowFormat("index_key", config.index_head_dim).row_bytes)
+
+
+def both_queries(
+    config: TextConfig, attention: AttentionWeights, weights: IndexerWeights, low: LowRank, turn: RopeRows
+) -> tuple[Tensor, Tensor]:
+    """attention.rotated_query, and projected index queries [R, h * d] BF16, of the same rows."""
+    n_rows = len(low.qr_bf16)
+    q_bf16 = scratch.bf16(n_rows, config.num_attention_heads, config.head_dim)
+    index_bf16 = scratch.bf16(n_rows, config.index_n_heads * config.index_head_dim)
+    first = low.qr_bf16, attention.wq_b, turn.cos_f32, turn.sin_f32, q_bf16
+    rotated_linear_pair(*first, weights.wq_b, index_bf16, low.rounded_bf16)
+    return q_bf16, index_bf16
+
+
+def raw_head_weights(config: TextConfig, weights: IndexerWeights, u_bf16: Tensor) -> Tensor:
+    """head_weights before their factor."""
+    out_bf16 = scratch.bf16(len(u_bf16), config.index_n_heads)
+    index_weights(u_bf16, weights.weights_proj_bf16, config.index_head_dim, out_bf16, False)
+    return out_bf16
+
+
+def latent_and_head_weights(
+    config: TextConfig, side: CompressorWeights, weights: IndexerWeights, u_bf16: Tensor
+) -> tuple[Tensor, Tensor]:
+    """compressor.latent_projection and raw_head_weights of the same rows."""
+    latent_bf16, weights_bf16 = (
+        scratch.bf16(len(u_bf16), config.head_dim),
+        scratch.bf16(len(u_bf16), config.index_n_heads),
+    )
+    heads = weights.weights_proj_bf16, config.index_head_dim, weights_bf16
+    latent_and_weights(u_bf16, side.wkv_bf16, latent_bf16, *heads)
+    return latent_bf16, weights_bf16
 
 
 def head_weights(config: TextConfig, weights: IndexerWeights, u_bf16: Tensor) -> Tensor:
@@ -65,7 +103,7 @@ def select(
 
     keys_u8 are the source's index keys in pages, table_i32 the sequence's page table, on the host.
     """
-    visible_i32 = _visible(role, [span])
+    visible_i32 = visible_rows(positions_of([span]), role.ratio)
     table_i32 = scratch.upload(table_i32)
     most_scores = min(SCORE_ROWS, span.n_rows) * int(visible_i32[-1]) if span.n_rows else 0
     room_f32 = scratch.f32(most_scores)  # every part's scores lie here in turn
@@ -88,34 +126,28 @@ def select_prepared(
     config: TextConfig,
     role: LayerRole,
     keys_u8: Tensor,
-    tables_i32: Sequence[Tensor],
-    spans: Sequence[RowSpan],
-    q_rows_u8: Tensor,
+    tables: RowTables,
+    index_bf16: Tensor,
     weights_bf16: Tensor,
+    q_rows_u8: Tensor | None,
     selected_i32: Tensor,
     blocks_i32: Tensor | None,
 ) -> None:
-    """select for all spans at once, the same lists, from prepared keys: no scores lie in memory.
+    """select for the rows of all spans at once, the same lists, from prepared keys: no scores lie in memory.
 
-    keys_u8 [n_pages, rows of a page / 16, 2112]; the spans' tables_i32 are on the host.
+    keys_u8       [n_pages, rows of a page / 16, 2112]
+    index_bf16    [R, h * d] projected; weights_bf16 [R, h] get their factor
+    q_rows_u8     [R, h, bytes] is filled with the quantised queries, where given
     """
-    n_rows, n_heads, _ = q_rows_u8.shape
+    n_rows, n_heads = weights_bf16.shape
     if not n_rows:
         return
-    tiles_u8 = scratch.u8(-(-n_rows // VECTORS), n_heads, TILE_BYTES)
-    index_prepare(q_rows_u8, tiles_u8)
-    visible_i32 = _visible(role, spans)
-    row_tiles = RowTiles.of([span.n_rows for span in spans])
-    tables = torch.nn.utils.rnn.pad_sequence(list(tables_i32), batch_first=True)
-    here = scratch.upload_together(row_tiles.tiles_i32, row_tiles.sequences_i32, visible_i32, tables)
-    queries = Queries(tiles_u8, weights_bf16, here[2], RowTiles(here[0], here[1], row_tiles.first))
-    history = History(keys_u8, here[3], int(visible_i32.max()))
+    tiles_u8, turn = scratch.u8(-(-n_rows // VECTORS), n_heads, TILE_BYTES), tables.turn(role.ratio)
+    by_head_bf16 = index_bf16.unflatten(1, (n_heads, config.index_head_dim))
+    prepared_queries(by_head_bf16, turn.cos_f32, turn.sin_f32, weights_bf16, tiles_u8, q_rows_u8)
+    queries = Queries(tiles_u8, weights_bf16, tables.visible_i32[role.ratio], tables.row_tiles)
+    history = History(keys_u8, tables.page_tables_i32, tables.most_visible[role.ratio])
     if blocks_i32 is not None and role.reads_candidates:
         index_select_among(queries, history, blocks_i32, selected_i32)
     else:
         index_select(queries, history, selected_i32, blocks_i32 if role.writes_candidates else None)
-
-
-def _visible(role: LayerRole, spans: Sequence[RowSpan]) -> Tensor:
-    """[R] int32, on the host: the compressed rows that each row may see."""
-    return torch.div(positions_of(spans) + 1, role.ratio, rounding_mode="floor").int()

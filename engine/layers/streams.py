@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from rocline.engine import scratch
@@ -13,7 +12,7 @@ from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.record import Recorder
-from rocline.hip_kernels.engram import engram_decode, engram_gate, engram_gather
+from rocline.hip_kernels.engram import engram_decode, engram_gather, engram_merge
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_enter, mhc_merge, mhc_merge_enter
 
@@ -35,6 +34,18 @@ class Coefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Unmixed:
+    """A sublayer's output [R, D] BF16 that has yet to be merged into the streams which entered it."""
+
+    sublayer_bf16: Tensor
+    coefficients: Coefficients
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What merging reads."""
+        return self.sublayer_bf16, self.coefficients.post_f32, self.coefficients.comb_f32
+
+
+@dataclass(frozen=True)
 class EngramWeights:
     """wkv [(n+1) * D, width] FP8; q_bf16, k_bf16 [n, D]; the table stays on the host."""
 
@@ -44,40 +55,46 @@ class EngramWeights:
     table: EngramTable
 
 
-def enter(
-    config: TextConfig, norm_bf16: Tensor, weights: MhcWeights, streams_bf16: Tensor, pre_f32: Tensor
-) -> tuple[Tensor, Coefficients]:
-    """The input [R, D] BF16 of the sublayer that these streams [R, n, D] enter, collapsed by pre_f32 [R, n], and its
-    coefficients."""
-    out_bf16, mixed, numbers = _entered(config, streams_bf16)
-    mhc_enter(streams_bf16, pre_f32, norm_bf16, *weights, *numbers, out_bf16, *mixed)
-    return out_bf16, mixed
+@dataclass(frozen=True)
+class Entered:
+    """A sublayer's input u_bf16 [R, D] and coefficients.
+
+    rounded_bf16  [R, D] the input through ActQuant8; None on the host, where each linear sees to that
+    """
+
+    u_bf16: Tensor
+    coefficients: Coefficients
+    rounded_bf16: Tensor | None
+
+
+def enter(config: TextConfig, norm_bf16: Tensor, weights: MhcWeights, streams_bf16: Tensor, pre_f32: Tensor) -> Entered:
+    """What enters the sublayer that these streams [R, n, D] are before, collapsed by pre_f32 [R, n]."""
+    into, numbers = _entered(config, streams_bf16)
+    mhc_enter(streams_bf16, pre_f32, norm_bf16, *weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16)
+    return into
 
 
 def merge_enter(
-    config: TextConfig,
-    sublayer_bf16: Tensor,
-    before: Coefficients,
-    norm_bf16: Tensor,
-    weights: MhcWeights,
-    streams_bf16: Tensor,
-) -> tuple[Tensor, Coefficients]:
-    """Merge a sublayer's output [R, D] into the streams [R, n, D], in place, and enter the next one.
+    config: TextConfig, before: Unmixed, norm_bf16: Tensor, weights: MhcWeights, streams_bf16: Tensor
+) -> Entered:
+    """Merge a sublayer's output into the streams [R, n, D], in place, and enter the next one.
 
     The next one's input is collapsed by the coefficients of the one before.
     """
-    out_bf16, mixed, numbers = _entered(config, streams_bf16)
-    pre_f32, post_f32, comb_f32 = before
-    others = pre_f32, norm_bf16, *weights, *numbers, out_bf16, *mixed
-    mhc_merge_enter(sublayer_bf16, post_f32, comb_f32, streams_bf16, *others)
-    return out_bf16, mixed
+    into, numbers = _entered(config, streams_bf16)
+    pre_f32, post_f32, comb_f32 = before.coefficients
+    others = pre_f32, norm_bf16, *weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16
+    mhc_merge_enter(before.sublayer_bf16, post_f32, comb_f32, streams_bf16, *others)
+    return into
 
 
-def _entered(config: TextConfig, streams_bf16: Tensor) -> tuple[Tensor, Coefficients, tuple[float, float, int]]:
-    """Room for a sublayer's input and coefficients, and the numbers they take."""
+def _entered(config: TextConfig, streams_bf16: Tensor) -> tuple[Entered, tuple[float, float, int]]:
+    """To be filled, and the numbers that this takes."""
     n_rows, n, width = streams_bf16.shape
     out = Coefficients(scratch.f32(n_rows, n), scratch.f32(n_rows, n), scratch.f32(n_rows, n, n))
-    return scratch.bf16(n_rows, width), out, (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    rounded_bf16 = scratch.bf16(n_rows, width) if scratch.is_on_device() else None
+    numbers = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+    return Entered(scratch.bf16(n_rows, width), out, rounded_bf16), numbers
 
 
 def collapse_norm(config: TextConfig, norm_bf16: Tensor, streams_bf16: Tensor, pre_f32: Tensor) -> Tensor:
@@ -87,15 +104,17 @@ def collapse_norm(config: TextConfig, norm_bf16: Tensor, streams_bf16: Tensor, p
     return out_bf16
 
 
-def merge(sublayer_bf16: Tensor, streams_bf16: Tensor, coefficients: Coefficients) -> None:
-    """Mix a sublayer's output [R, D] into the streams [R, n, D], in place."""
-    mhc_merge(sublayer_bf16, streams_bf16, coefficients.post_f32, coefficients.comb_f32, streams_bf16)
+def merge(of: Unmixed, streams_bf16: Tensor) -> None:
+    """Mix a sublayer's output into the streams [R, n, D], in place."""
+    _, post_f32, comb_f32 = of.coefficients
+    mhc_merge(of.sublayer_bf16, streams_bf16, post_f32, comb_f32, streams_bf16)
 
 
 def add_engram(
     config: TextConfig,
     weights: EngramWeights,
     layer: int,
+    unmixed: Unmixed | None,
     streams_bf16: Tensor,
     lookback_i32: Tensor,
     ahead: EngramRows | None,
@@ -103,7 +122,8 @@ def add_engram(
 ) -> None:
     """Add the gated table value of each row's n-grams to the streams [R, n, D], before the layer's statistics.
 
-    lookback_i32 [R, N] as in HandOff; `ahead` has the table rows where they were gathered before.
+    unmixed goes into the streams first. lookback_i32 [R, N] as in HandOff; `ahead` has the table rows where they were
+    gathered before.
     """
     record(layer, "x_pre_engram", streams_bf16)
     n_rows, n, width = streams_bf16.shape
@@ -121,15 +141,17 @@ def add_engram(
     kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
     fp8_linear(values_bf16, weights.wkv, kv_bf16)
     gates_f32 = scratch.f32(n_rows, n)
-    alive_u8 = torch.ge(lookback_i32[:, 0], 0, out=scratch.u8(n_rows))
-    engram_gate(
+    sublayer_bf16, post_f32, comb_f32 = unmixed.tensors() if unmixed else (None, None, None)
+    engram_merge(
         streams_bf16,
+        sublayer_bf16,
+        post_f32,
+        comb_f32,
         kv_bf16,
         weights.q_bf16,
         weights.k_bf16,
-        alive_u8,
+        lookback_i32,
         config.rms_norm_eps,
-        streams_bf16,
         gates_f32,
     )
     record(layer, "engram.rows", rows_i64)

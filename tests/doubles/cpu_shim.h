@@ -416,5 +416,7 @@ RL_DEV float as_float(int v) {
 RL_DEV float fma(float a, float b, float c) { return std::fma(a, b, c); }
 RL_DEV float max(float a, float b) { return a > b ? a : b; }
 RL_DEV int lds_add(int* p, int v) { return (*p += v) - v; }
+RL_DEV int device_add(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+RL_DEV void device_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 RL_DEV void no_overlap() {}
 }  // namespace rl

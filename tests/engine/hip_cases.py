@@ -18,8 +18,8 @@ from rocline.tools.demo_weights import DemoWeights
 
 PAGE = 128
 OPTIONS = {"kv_tokens": 4096, "page_positions": PAGE, "arena_bytes": 256 << 20, "poison": True}
-# What index kernels want, and q_lora_rank = head_dim = index_head_dim for DemoWeights.
-FITTING = {"head_dim": 128, "q_lora_rank": 128, "index_head_dim": 128, "qk_rope_head_dim": 64}
+# What index kernels want, q_lora_rank = head_dim = index_head_dim for DemoWeights, and whole groups of 32 to round.
+FITTING = {"head_dim": 128, "q_lora_rank": 128, "index_head_dim": 128, "qk_rope_head_dim": 64, "o_lora_rank": 64}
 
 
 VOCABULARY = ("vocab_size", "engram_compressed_vocab_size", "engram_pad_token_id")

@@ -58,7 +58,7 @@ def test_it_runs_by_kernels(model, rng):
     before = launch_counts()
     run(model, prompt(rng, 20), n_decoded=1)
     launched = {name for name, _ in launch_counts() - before}
-    kernels = {"attention", "mhc_pass", "mhc_finish", "expert_sort", "window_row", "compress", "embed"}
+    kernels = {"attention_values", "mhc_finish", "mhc_few", "expert_sort", "window_row", "latents_few", "compress"}
     assert kernels | {"index_block_max", "index_block_max_few"} <= launched
 
 
@@ -104,6 +104,21 @@ def test_folded_visits_change_no_bit(model, rng, n_devices):
         path.run(path.begin(0, ids[:33], end=60))
         got = [path.logits(path.run(path.begin(0, ids[33:], end=60))), path.logits(path.run(path.begin(0, [20])))]
     assert got == want
+
+
+def test_a_step_of_two_sequences_on_several_devices(model, rng):
+    """Both close a pair in it, whose rows go to every device that mirrors them."""
+    prompts = [prompt(rng, n) for n in (33, 35)]
+    want = [run(model, [*ids, 20], n_decoded=0) for ids in prompts]
+    tables = {layer: w.engram.table for layer, w in model.weights.layers.items() if w.engram}
+    with model.at_the_ends(), closing(EngramAhead(tables)) as ahead:
+        path = Path(model, random_path(rng, model.config, 3, n_visits=4))
+        path.ahead = ahead
+        for sequence, ids in enumerate(prompts):
+            path.open(sequence)
+            path.run(path.begin(sequence, ids, end=len(ids))).release()
+        got = path.logits(path.run(path.embed(*(path.add(sequence, [20]) for sequence in range(2)))))
+    assert got == b"".join(want)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(seed=7, top_p=0.9, top_k=40)])
@@ -218,20 +233,49 @@ def test_sequences_have_room_on_the_device_or_are_refused(folder, host):
     model.close(second)
 
 
-# Kernels of a decode row by kind of layer: today, and what the design allows. Of the two full layers here one adds
-# Engram and pools pairs; the figure is their mean.
-LAUNCHES = {"reuse": (30, 11), "reindex": (37, 15), "full": (54, 18), "window": (30, 10)}
+# Kernels of a layer by its kind: of a decode row today, what the design allows for that, and of a prefill chunk whose
+# products are cut in parts. Of the two full layers here one adds Engram and pools pairs; the figure is
+# their mean. Where more than 512 candidate blocks are kept, a reindex layer chooses from them in a launch of its own.
+# What merges the last layer's output at the end of a stage's visit is of no layer.
+LAUNCHES = {"reuse": (11, 11, 26), "reindex": (14, 15, 31), "full": (21, 18, 41), "window": (11, 10, 26)}
+CHUNK_ROWS = 70
+
+
+def launches_by_kind(model, work):
+    """Kernels that a call launches a layer of each kind, by the driver's count."""
+    before = launch_counts()
+    work()
+    by_kind, n_layers = Counter(), Counter(role.kind for role in model.config.text_config.layers)
+    for (_, kind), n in (launch_counts() - before).items():
+        by_kind[kind] += n
+    return {kind: by_kind[kind] / n for kind, n in n_layers.items()}
 
 
 def test_launches_of_a_decode_row(model, rng):
     handle = model.open()
     model.prefill(handle, prompt(rng, 41))
-    before = launch_counts()
-    model.decode([(handle, 11)])
+    got = launches_by_kind(model, lambda: model.decode([(handle, 11)]))
     model.close(handle)
-    by_kind, n_layers = Counter(), Counter(role.kind for role in model.config.text_config.layers)
-    for (_, kind), n in (launch_counts() - before).items():
-        by_kind[kind] += n
-    for kind, (_, allowed) in LAUNCHES.items():
-        print(f"{kind}: {by_kind[kind] / n_layers[kind]:g} kernels of a decode row, {allowed} allowed")
-    assert {kind: by_kind[kind] / n for kind, n in n_layers.items()} == {kind: n for kind, (n, _) in LAUNCHES.items()}
+    for kind, (_, allowed, _) in LAUNCHES.items():
+        print(f"{kind}: {got[kind]:g} kernels of a decode row, {allowed} allowed")
+    assert got == {kind: today for kind, (today, _, _) in LAUNCHES.items()}
+
+
+def test_two_sequences_take_no_more_launches_than_one(model, rng):
+    handles = [model.open() for _ in range(2)]
+    for handle in handles:
+        model.prefill(handle, prompt(rng, 41))
+    got = launches_by_kind(model, lambda: model.decode([(handle, 11) for handle in handles]))
+    for handle in handles:
+        model.close(handle)
+    assert got == {kind: today for kind, (today, _, _) in LAUNCHES.items()}
+
+
+def test_launches_of_a_prefill_chunk(model, rng):
+    handle = model.open()
+    model.prefill(handle, prompt(rng, 20))
+    got = launches_by_kind(model, lambda: model.prefill(handle, prompt(rng, CHUNK_ROWS), mode="full"))
+    model.close(handle)
+    for kind, n in got.items():
+        print(f"{kind}: {n:g} kernels of a chunk of {CHUNK_ROWS} rows")
+    assert got == {kind: of_chunk for kind, (_, _, of_chunk) in LAUNCHES.items()}

@@ -92,6 +92,18 @@ RL_KERNEL(128) exchange(const int* in, int* reversed, int* counts) {
 }
 RL_EXPORT(exchange)
 
+// The last workgroup of a row of them adds up what all of them doubled; grid (n, rows).
+RL_KERNEL(128) add_up(const int* in, int* doubled, int* sums, int* counters, int n) {
+  RL_DYN_SHARED(int, lds);  // a word
+  const int row = rl_bid_y(), own = (row * n + rl_bid_x()) * 128 + rl_tid();
+  doubled[own] = 2 * in[own];
+  if (!rl::last_of(n, counters + row, lds)) return;
+  int sum = 0;
+  for (int i = 0; i < n; ++i) sum += doubled[(row * n + i) * 128 + rl_tid()];
+  sums[row * 128 + rl_tid()] = sum;
+}
+RL_EXPORT(add_up)
+
 // One wave hands values round through LDS, twice over the same words.
 RL_KERNEL(32) rotate(const int* in, int* out) {
   RL_DYN_SHARED(int, lds);  // 32

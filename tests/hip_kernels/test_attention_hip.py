@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from rocline.hip_kernels import attention_hip as attention_hip_file
 from rocline.hip_kernels.attention import attention
-from rocline.hip_kernels.attention_hip import Selected, Windows, attention_hip
+from rocline.hip_kernels.attention_hip import FEW_ROWS, Selected, Turn, Windows, attention_hip, list_slots, room_bytes
 from rocline.hip_kernels.binding import BindError
 from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.rope import rope_hip
 
 SMALL, TINY, RELEASE = (4, 64), (8, 128), (64, 512)
 
@@ -57,8 +59,19 @@ class Case:
 
     def run(self, device, rows=slice(None)):
         q = device.put(self.q[rows])
-        attention_hip(q, *self.operands(device, rows), device.put(self.sink), q)
+        attend(device, q, *self.operands(device, rows), device.put(self.sink), q)
         return device.get(q)
+
+    def run_many(self, device):
+        """The rows among so many that each is a workgroup's."""
+        return self.run(device, torch.arange(FEW_ROWS + len(self.q)) % len(self.q))[: len(self.q)]
+
+
+def attend(device, q, windows, selected, sink, out, turn=None):
+    """With as much room as is asked for, full of what is not a number."""
+    n_bytes = room_bytes(*q.shape, list_slots(windows, selected))
+    room = device.full((n_bytes,), 0xFF, torch.uint8) if n_bytes else None
+    attention_hip(q, windows, selected, sink, out, room, turn)
 
 
 def assert_close(got, want):
@@ -72,16 +85,29 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize(
     ("shape", "window", "n_selected"),
-    [(SMALL, 16, 16), (SMALL, 24, 48), (SMALL, 64, 64), (TINY, 16, 0), (TINY, 63, 2), (TINY, 16, 113), (RELEASE, 8, 1)],
+    [
+        (SMALL, 16, 16),
+        (SMALL, 24, 48),
+        (SMALL, 64, 64),
+        (TINY, 16, 0),
+        (TINY, 63, 2),
+        (TINY, 16, 113),
+        ((16, 320), 8, 9),
+        (RELEASE, 8, 1),
+    ],
 )
 def test_close_to_the_reference(device, rng, shape, window, n_selected):
     case = Case(rng, 2 if shape == RELEASE else 5, shape, window, n_selected, 128)
-    assert_close(case.run(device), case.reference())
+    few = case.run(device)
+    assert_close(few, case.reference())
+    assert torch.equal(few, case.run_many(device))
 
 
 def test_release_shape(card, rng):
     case = Case(rng, 40, RELEASE, 128, 512, 2048)
-    assert_close(case.run(card), case.reference())
+    few = case.run(card)
+    assert_close(few, case.reference())
+    assert torch.equal(few, case.run_many(card))
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 6, 15, 16, 17, 33, 64, 65])
@@ -98,14 +124,23 @@ def test_rows_are_their_own(device, rng, n_rows):
     assert full[:63].isfinite().all()
 
 
+@pytest.mark.parametrize("enough", [1, 7, 40])
+def test_how_halves_are_shared_out_changes_nothing(device, rng, monkeypatch, enough):
+    """4 rows of 10 halves: all in one workgroup, in sixes with a rest of four, one each."""
+    case = Case(rng, 4, SMALL, 64, 200, 256)
+    want = case.run_many(device)
+    monkeypatch.setattr(attention_hip_file, "ENOUGH_WORKGROUPS", enough)
+    assert torch.equal(case.run(device), want)
+
+
 def test_a_broken_row_of_the_cache_reaches_only_who_sees_it(device, rng):
     case = Case(rng, 3, SMALL, 16, 16)
     case.count[:] = 16
     case.first[:] = i32([0, 1, 2])
     case.window_u8[0, 64] = 255  # its first group is not a number
-    got = case.run(device)
-    assert got[0].isnan().all()
-    assert got[1:].isfinite().all()
+    for got in (case.run(device), case.run_many(device)):
+        assert got[0].isnan().all()
+        assert got[1:].isfinite().all()
 
 
 def test_empty_slots_count_and_empty_lists_are_zeros(device, rng):
@@ -115,6 +150,7 @@ def test_empty_slots_count_and_empty_lists_are_zeros(device, rng):
     case.selected[1] = -1
     assert_close(case.run(device)[:1], case.reference()[:1])
     assert not case.run(device)[1].any()
+    assert torch.equal(case.run(device), case.run_many(device))
 
 
 def test_blocks_that_are_all_empty_change_nothing(device, rng):
@@ -123,6 +159,7 @@ def test_blocks_that_are_all_empty_change_nothing(device, rng):
     case.selected = torch.cat((case.selected, torch.full((3, 128), -1, dtype=torch.int32)), 1)
     case.n_selected = 144
     assert torch.equal(case.run(device), short)
+    assert torch.equal(case.run_many(device), short)
 
 
 def test_rings_and_sequences(device, rng):
@@ -145,8 +182,50 @@ def test_rings_and_sequences(device, rng):
     selected = Selected(put(torch.cat(pages)), put(torch.stack(tables)), put(order), put(chosen))
     q = put(torch.cat([case.q for case in cases]))
     out = device.full(q.shape, float("nan"), torch.bfloat16)
-    attention_hip(q, windows, selected, put(cases[0].sink), out)
+    attend(device, q, windows, selected, put(cases[0].sink), out)
     assert torch.equal(device.get(out), alone)
+
+
+@pytest.mark.parametrize("n_rows", [1, 6, FEW_ROWS + 1])
+def test_verified_rows_see_up_to_themselves(device, rng, n_rows):
+    """Rows of two sequences in turn, in rings that hold all their rows and that some windows wrap round in: the bits
+    of each by itself over its own contiguous window."""
+    window, first_position = 16, 29
+    n_slots = window + (n_rows + 1) // 2 - 1
+    case = Case(rng, n_rows, SMALL, window, 0)
+    history = RowFormat("window", 64).pack(bf16(rng, 2 * (first_position + n_rows), 64)).unflatten(0, (2, -1))
+    rings = torch.full((3, n_slots, 66), 0xEE, dtype=torch.uint8)
+    sequence, position = torch.arange(n_rows) % 2, first_position + torch.arange(n_rows) // 2
+    for row in range(n_rows):
+        seen = torch.arange(position[row] - window + 1, position[row] + 1)
+        rings[2 - sequence[row], seen % n_slots] = history[sequence[row], seen]
+    put = device.put
+    first = (position - window + 1) % n_slots
+    count = torch.full((n_rows,), window, dtype=torch.int32)
+    windows = Windows(put(rings), put((2 - sequence).int()), put(first.int()), put(count), window)
+    out = device.full(case.q.shape, float("nan"), torch.bfloat16)
+    attend(device, put(case.q), windows, None, put(case.sink), out)
+    for row in {0, n_rows // 2, n_rows - 1}:
+        begin = int(position[row]) - window + 1
+        alone = history[sequence[row], begin : begin + window].contiguous()
+        windows = Windows(put(alone[None]), put(i32([0])), put(i32([0])), put(count[:1]), window)
+        want = put(case.q[row : row + 1])
+        attend(device, want, windows, None, put(case.sink), want)
+        assert torch.equal(device.get(out)[row], device.get(want)[0])
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, FEW_ROWS + 1])
+@pytest.mark.parametrize(("shape", "n_pairs"), [(SMALL, 8), (SMALL, 32), (TINY, 20)])
+def test_turned_back_as_by_rope(device, rng, shape, n_pairs, n_rows):
+    """B34's kind: heads that come out turned back have the bits of the rotation after attention."""
+    case = Case(rng, n_rows, shape, 16, 16)
+    case.q[n_rows - 1, 1, 0] = float("nan")
+    turn = Turn(*(device.put(torch.from_numpy(rng.standard_normal((n_rows, n_pairs))).float()) for _ in range(2)))
+    want = device.put(case.run(device))
+    rope_hip(want, turn.cos_f32, turn.sin_f32, want, inverse=True)
+    got = device.put(case.q)
+    attend(device, got, *case.operands(device), device.put(case.sink), got, turn)
+    assert torch.equal(device.get(got).view(torch.int16), device.get(want).view(torch.int16))
 
 
 def test_absurd_scores_stay_finite(device, rng):
@@ -154,6 +233,7 @@ def test_absurd_scores_stay_finite(device, rng):
     case = Case(rng, 2, SMALL, 64, 64)
     case.q *= 2000
     got = case.run(device)
+    assert torch.equal(got, case.run_many(device))
     assert got.isfinite().all()
     size = case.reference().float().abs().amax(-1, keepdim=True)
     assert ((got.float() - case.reference().float()).abs() <= 2**-6 * size).float().mean() > 0.98
@@ -164,7 +244,30 @@ def test_what_does_not_fit_is_named(device, rng):
     windows, _ = case.operands(device)
     q = torch.zeros(1, 24, 64).bfloat16()
     with pytest.raises(BindError, match="24 heads of 64"):
-        attention_hip(q, windows, None, torch.zeros(24), q)
+        attention_hip(q, windows, None, torch.zeros(24), q, None)
     q = torch.zeros(1, 4, 128).bfloat16()
     with pytest.raises(BindError, match=r"window_rows_u8 is \[1, 17, 66\], want \[N=1, S=17, 132\]"):
-        attention_hip(q, windows, None, torch.zeros(4), q)
+        attention_hip(q, windows, None, torch.zeros(4), q, None)
+    q, room = device.put(case.q), device.full((room_bytes(1, 4, 64, 64) - 1,), 0, torch.uint8)
+    with pytest.raises(BindError, match=r"room_u8 is torch.uint8 \[12295\], want 12296 bytes for 1 rows"):
+        attention_hip(q, windows, None, device.put(case.sink), q, room)
+    with pytest.raises(BindError, match=r"room_u8 is none, want 12296 bytes"):
+        attention_hip(q, windows, None, device.put(case.sink), q, None)
+    with pytest.raises(BindError, match=r"room_u8 starts at \w+, want a multiple of 16"):
+        attention_hip(q, windows, None, device.put(case.sink), q, device.full((12297,), 0, torch.uint8)[1:])
+    turn = Turn(torch.zeros(1, 6), torch.zeros(1, 6))
+    with pytest.raises(BindError, match="6 pairs of 64 channels"):
+        attention_hip(q, windows, None, device.put(case.sink), q, None, turn)
+    windows = Windows(windows.rows_u8, windows.ring_i32, windows.first_i32, windows.count_i32, 641)
+    with pytest.raises(BindError, match="lists of 704 slots, want at most 640"):
+        attention_hip(q, windows, None, device.put(case.sink), q, None)
+
+
+def test_rows_are_where_wide_loads_reach(device, rng):
+    case = Case(rng, 1, RELEASE, 16, 0)
+    put = device.put
+    packed = device.full((16 * 528 + 8,), 0, torch.uint8)[8:].view(1, 16, 528)
+    windows = Windows(packed, put(i32([0])), put(i32([0])), put(i32([16])), 16)
+    q = put(case.q)
+    with pytest.raises(BindError, match=r"window_rows_u8 starts at \w+8, want a multiple of 16"):
+        attention_hip(q, windows, None, put(case.sink), q, None)

@@ -92,8 +92,16 @@ def test_rows_are_their_own_and_go_to_their_pages(device, rng, n_rows):
     pool = device.full((10, 32, 36), 0xEE, torch.uint8)
     got = device.full((n_rows, 64), float("nan"), torch.bfloat16)
     places = Places(pool, put(positions), put(sequences), put(tables))
-    source = Pairs(put(values), put(gates), put(held), put(pairs[part]))
-    compress_hip(source, put(weight), EPS, got, tuple(put(x[part]) for x in turn), places)
+    slots = torch.from_numpy(rng.permutation(120)[:90] - 20).int().clamp_min(-1)  # of tokens, where they are held
+    slots[slots < 3] = -1  # not where pairs read
+    holding = put(torch.cat((held, torch.zeros(100, 2, 64))))
+    source = Pairs(put(values), put(gates), holding, put(pairs[part]), put(slots))
+    rows = device.full((n_rows, 36), 0xEE, torch.uint8)
+    compress_hip(source, put(weight), EPS, got, tuple(put(x[part]) for x in turn), rows, places)
+    assert torch.equal(device.get(rows), want_rows[part])
+    want_held = torch.cat((held, torch.zeros(100, 2, 64)))
+    want_held[slots[slots >= 0].long()] = torch.stack((values, gates), 1)[slots >= 0]
+    assert torch.equal(device.get(holding).view(torch.int32), want_held.view(torch.int32))
     assert torch.equal(device.get(got).view(torch.int16), device.get(latents)[part].view(torch.int16))
     want = torch.full((10, 32, 36), 0xEE, dtype=torch.uint8)
     for row, position, sequence in zip(range(65 - n_rows, 65), positions.tolist(), sequences.tolist(), strict=True):
@@ -101,6 +109,16 @@ def test_rows_are_their_own_and_go_to_their_pages(device, rng, n_rows):
             want[tables[sequence, position // 32], position % 32] = want_rows[row]
     assert torch.equal(device.get(pool), want)
     assert device.get(latents)[~broken].isfinite().all()
+
+
+def test_tokens_may_be_held_without_a_pair(device, rng):
+    values, gates, held = f32(rng, 3, 64), f32(rng, 3, 64), f32(rng, 4, 2, 64)
+    holding, put = device.put(held), device.put
+    no_pair, slots = torch.zeros((0, 2), dtype=torch.int32), torch.tensor([2, -1, 0], dtype=torch.int32)
+    latents = device.full((0, 64), 0, torch.bfloat16)
+    compress_hip(Pairs(put(values), put(gates), holding, put(no_pair), put(slots)), None, EPS, latents)
+    held[2], held[0] = torch.stack((values[0], gates[0])), torch.stack((values[2], gates[2]))
+    assert torch.equal(device.get(holding), held)
 
 
 def test_a_single_source_is_normed_here(device, rng):
@@ -115,7 +133,7 @@ def test_a_single_source_is_normed_here(device, rng):
 def test_what_does_not_fit_is_named():
     x = torch.zeros(3, 64)
     with pytest.raises(BindError, match="3 tokens are not whole pairs"):
-        compress_hip(Pairs(x, x), None, EPS, torch.zeros(1, 64).bfloat16(), None, None)
+        compress_hip(Pairs(x, x), None, EPS, torch.zeros(1, 64).bfloat16())
     with pytest.raises(BindError, match="rows need cosines"):
         compress_hip(x.bfloat16(), None, EPS, None, None, torch.zeros(3, 36).byte())
     with pytest.raises(BindError, match=r"rows_u8 is \[3, 35\]"):

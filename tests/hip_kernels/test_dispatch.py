@@ -10,9 +10,10 @@ import torch
 
 from rocline import hip_kernels
 from rocline.hip_kernels.binding import operator, use_kernels
-from rocline.hip_kernels.device_ops import HOST_OPERATORS, KERNELS, PREPARE
+from rocline.hip_kernels.device_ops import KERNELS, PARTS
 from rocline.hip_kernels.dispatch import DispatchError, Place, Shapes
 from rocline.hip_kernels.driver import devices
+from rocline.hip_kernels.prepare import PREPARE
 
 RELEASE = Shapes(5120, 4, 64, 512, 64, 640, 384, 6, 129280, 32, 128, 8)
 
@@ -29,8 +30,8 @@ def operators():
 
 
 def test_every_operator_has_a_stand_in_and_the_reverse():
-    assert KERNELS.keys() | HOST_OPERATORS.keys() == operators().keys()
-    assert PREPARE.keys() <= KERNELS.keys()
+    assert KERNELS.keys() == operators().keys()
+    assert PREPARE.keys() | PARTS.keys() <= KERNELS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
@@ -66,6 +67,8 @@ def test_the_release_runs_by_kernels_but_for_what_is_asked(device):
     asked = Place(devices()[0], RELEASE, ["rope"])
     assert asked.references == {"rope": "as asked for"}
     assert not asked.has("rope")
+    for name, parts in PARTS.items():  # a part's reference must be run as such
+        assert asked.has(name) == ("rope" not in parts)
     for each in (place, asked):
         each.close()
 
@@ -89,7 +92,7 @@ def test_kernels_that_do_not_fit_are_left_out(device, change, left_out):
 
 
 def test_an_operator_without_a_kernel_cannot_be_asked_for(device):
-    with pytest.raises(DispatchError, match=r"reference operator 'rope_table'; there are attention, bf16"):
+    with pytest.raises(DispatchError, match=r"reference operator 'rope_table'; there are act_round8, attend, att"):
         Place(devices()[0], RELEASE, ["rope_table"])
 
 

@@ -5,7 +5,8 @@ import torch
 
 from rocline.hip_kernels.binding import BindError
 from rocline.hip_kernels.engram import engram_gate_ref, engram_gather_ref
-from rocline.hip_kernels.engram_hip import engram_decode_hip, engram_gate_hip
+from rocline.hip_kernels.engram_hip import engram_decode_hip, engram_gate_hip, engram_merge_hip
+from rocline.hip_kernels.mhc import mhc_merge_ref
 
 EPS = 1e-20
 
@@ -58,6 +59,23 @@ def test_gates(device, rng, n_rows, width):
     streams, value = case.rows[0].float(), case.rows[1].float().unflatten(1, (5, width))[:, 4:]
     assert torch.equal(out, (streams + gates[:, :, None] * value).bfloat16())  # given its gates, every bit
     assert torch.equal(gates == 0, (case.alive == 0)[:, None].expand(-1, 4))
+
+
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("width", [96, 520])
+def test_a_sublayer_may_be_merged_first(device, rng, width, merges):
+    n_rows, case, put = 5, Case(rng, 5, width), device.put
+    sublayer, post, comb = bf16(rng, n_rows, width), bf16(rng, n_rows, 4).float(), bf16(rng, n_rows, 4, 4).float()
+    lookback = torch.from_numpy(rng.integers(0, 9, (n_rows, 3))).int()
+    lookback[:, 0] = torch.where(case.alive == 0, -1, lookback[:, 0])
+    streams, kv = map(put, case.rows)
+    gates = device.full((n_rows, 4), float("nan"))
+    merging = map(put, (sublayer, post, comb)) if merges else (None, None, None)
+    engram_merge_hip(streams, *merging, kv, *map(put, case.weights), put(lookback), EPS, gates)
+    if merges:
+        case.rows[0] = mhc_merge_ref(sublayer, case.rows[0], post, comb)
+    for got, want in zip((streams, gates), case.run(device), strict=True):
+        assert torch.equal(device.get(got), want)
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 6, 15, 16, 17, 33, 64, 65])

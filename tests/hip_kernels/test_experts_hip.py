@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rocline.hip_kernels import experts_hip as experts_hip_module
 from rocline.hip_kernels.act_quant import act_round8
 from rocline.hip_kernels.binding import BindError
 from rocline.hip_kernels.experts import experts
@@ -18,6 +19,7 @@ from rocline.hip_kernels.experts_hip import (
     routed_down_hip,
 )
 from rocline.hip_kernels.formats import e2m1x2_decode
+from rocline.hip_kernels.kernel import launch_counts
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
 from rocline.hip_kernels.linear_hip import prepare_fp8_weight
 
@@ -117,18 +119,21 @@ def assert_near(got, want):
     assert close.float().mean() > 0.9
 
 
-@pytest.mark.parametrize(("n_experts", "width", "inner"), [(8, 128, 64), (4, 96, 32), (3, 192, 96)])
-@pytest.mark.parametrize("n_rows", [1, 2, 6, 17, 65])
+@pytest.mark.parametrize(
+    ("n_experts", "width", "inner"), [(8, 128, 64), (4, 96, 32), (3, 192, 96), (3, 512, 768)]
+)  # the last: whole rounds of reading ahead
+@pytest.mark.parametrize("n_rows", [1, 2, 6, 16, 17, 65])
 def test_experts(device, rng, n_rows, n_experts, width, inner):
     case = Case(device, rng, n_experts, width, inner)
-    u, ids, weights = inputs(rng, n_rows, width, choices(rng, n_rows, 2, n_experts, n_rows == 65))
+    u, ids, weights = inputs(rng, n_rows, width, choices(rng, n_rows, 2, n_experts, n_rows in (16, 65)))
     got = case.kernels(u, ids, weights)
     assert_near(got, case.reference(u, ids, weights))
     assert torch.equal(got.view(torch.int16), case.kernels(u, ids, weights).view(torch.int16))
 
 
 def test_b23_a_rows_bits_are_its_own(device, rng):
-    """Alone, in 17, in 70, in reverse, beside a broken row: the same; 70 rows take the larger tiles."""
+    """Alone, in 16, in 17, in 70, in reverse, beside a broken row: the same; 17 rows are sorted first, 70 take the
+    larger tiles."""
     case = Case(device, rng, 8, 128, 64)
     u, ids, weights = inputs(rng, 70, 128, choices(rng, 70, 2, 8, True))
 
@@ -136,12 +141,37 @@ def test_b23_a_rows_bits_are_its_own(device, rng):
         return case.kernels(u[rows], ids[rows], weights[rows]).view(torch.int16)
 
     alone = torch.cat([bits(slice(row, row + 1)) for row in range(0, 70, 7)])
-    assert torch.equal(bits(slice(0, 17))[::7], alone[:3])
-    assert torch.equal(bits(slice(0, 70))[::7], alone)
+    for n_rows in (16, 17, 70):
+        assert torch.equal(bits(slice(0, n_rows))[::7], alone[: -(-n_rows // 7)])
     backwards = torch.arange(69, -1, -1)
     assert torch.equal(bits(backwards).flip(0)[::7], alone)
+    assert torch.equal(bits(backwards[-16:]).flip(0)[::7], alone[:3])
     u[1] = float("nan")
     assert torch.equal(bits(slice(0, 70))[::7], alone)
+    assert torch.equal(bits(slice(0, 16))[::7], alone[:3])
+
+
+def test_b23_at_lengths_read_in_whole_rounds(device, rng):
+    case = Case(device, rng, 4, 512, 768)
+    u, ids, weights = inputs(rng, 70, 512, choices(rng, 70, 3, 4, False))
+
+    def bits(n_rows):
+        return case.kernels(u[:n_rows], ids[:n_rows], weights[:n_rows]).view(torch.int16)
+
+    together = bits(70)
+    for n_rows in (1, 6, 9, 20):
+        assert torch.equal(bits(n_rows), together[:n_rows])
+
+
+def test_few_rows_take_two_launches(device, rng):
+    """As long as one workgroup can add up a column block of all their experts; 16 rows of 8 take the longer way."""
+    case = Case(device, rng, 8, 128, 64)
+    u, ids, weights = inputs(rng, 16, 128, choices(rng, 16, 8, 8, False))
+    before = launch_counts()
+    few = case.kernels(u[:14], ids[:14], weights[:14])
+    assert launch_counts() - before == {("mixture_up", ""): 1, ("mixture_down", ""): 1}
+    assert torch.equal(case.kernels(u, ids, weights)[:14].view(torch.int16), few.view(torch.int16))
+    assert ("expert_sort", "") in launch_counts() - before
 
 
 @pytest.mark.parametrize("scale", [2, 3, 127, 128])
@@ -158,6 +188,22 @@ def test_b26_every_code_times_an_extreme_scale(device, scale):
         table = [(0, first, min(rows, 32 - first), 0) for first in range(0, 32, rows)]
         routed_down_hip(rows, one, tiles, device.put(torch.tensor(table, dtype=torch.int32)), pairs, got)
         assert torch.equal(device.get(got).double(), exact.T)
+
+
+def test_weights_that_come_a_few_experts_at_a_time_are_the_same(device, rng, monkeypatch):
+    """A release's layer has 7 GiB of them, and a card no room for it twice."""
+    weight, most = fp4_weight(rng, 5, 48, 64), []
+
+    def put(tensor):
+        most.append(len(tensor))
+        return device.put(tensor)
+
+    whole = prepare_fp4_weight(Fp4Weight(*map(device.put, weight)))
+    monkeypatch.setattr(experts_hip_module, "PREPARED_BYTES", 2 * 48 * 32)
+    parts = prepare_fp4_weight(weight, put)
+    assert max(most) == 2
+    for got, want in ((parts.codes_u8, whole.codes_u8), (parts.scales_u8, whole.scales_u8)):
+        assert torch.equal(device.get(got), device.get(want))
 
 
 def test_refusals(device, rng):

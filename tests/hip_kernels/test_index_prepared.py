@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from rocline.hip_kernels.compressor_hip import Places
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.index_prepared import TILE_BYTES, from_tiles, index_prepare, index_prepare_hip, prepare_ref
-from rocline.hip_kernels.index_vectors import index_query, index_query_hip
+from rocline.hip_kernels.index_vectors import index_key_hip, index_query, index_query_hip, weight_scale
+from rocline.hip_kernels.rmsnorm import rmsnorm
 
 ROW = RowFormat("index_key", 128)
 
@@ -80,3 +82,44 @@ def test_keys_are_appended_through_the_page_table(device, rng):
     for row in range(41):
         slot = int(table[(19 + row) // 32]) * 32 + (19 + row) % 32
         assert torch.equal(flat[slot] * 2, prepare_ref(rows)[0][row].flatten().float())
+
+
+@pytest.mark.parametrize("n_heads", [1, 8])
+@pytest.mark.parametrize("n_rows", [1, 17])
+def test_queries_are_prepared_and_their_weights_scaled_at_once(device, rng, n_rows, n_heads):
+    x, angle = vectors(rng, n_rows, n_heads, 10), torch.from_numpy(rng.uniform(-3, 3, (n_rows, 32))).float()
+    weights = torch.from_numpy(rng.standard_normal((n_rows, n_heads))).bfloat16()
+    rows = torch.zeros((n_rows, n_heads, 68), dtype=torch.uint8)
+    index_query(x, angle.cos(), angle.sin(), rows)
+    want = torch.full((-(-n_rows // 16), n_heads, TILE_BYTES), 0xEE, dtype=torch.uint8)
+    index_prepare(rows, want)
+    got, scaled = device.full(want.shape, 0xEE, torch.uint8), device.put(weights)
+    index_query_hip(*map(device.put, (x, angle.cos(), angle.sin())), None, got, scaled)
+    assert torch.equal(device.get(got), want)
+    assert torch.equal(device.get(scaled), (weights.float() * weight_scale(128, n_heads)).bfloat16())
+
+
+@pytest.mark.parametrize("n_rows", [1, 9, 40])
+def test_keys_are_normed_stored_and_prepared_at_once(device, rng, n_rows):
+    """Two sequences' keys, of which one is kept already, against the parts one after the other."""
+    x = torch.from_numpy(rng.integers(-15, 16, (n_rows, 128))).bfloat16()  # exact sums: any order gives the same norm
+    norm, angle = vectors(rng, 2, 1, 4)[1, 0], torch.from_numpy(rng.uniform(-3, 3, (n_rows, 32))).float()
+    key, rows = torch.empty_like(x), torch.zeros((n_rows, 1, 68), dtype=torch.uint8)
+    rmsnorm(x, norm, 1e-20, key)
+    index_query(key[:, None], angle.cos(), angle.sin(), rows)
+    positions, sequences = torch.arange(n_rows, dtype=torch.int32), torch.arange(n_rows, dtype=torch.int32) % 2
+    positions[n_rows // 2] = -1 if n_rows > 1 else 0
+    tables = torch.tensor([[5, 1], [0, 3]], dtype=torch.int32)
+    want_pool = torch.full((6, 32, 68), 0xEE, dtype=torch.uint8)
+    want_tiles = torch.full((6 * 2, 1, TILE_BYTES), 0xEE, dtype=torch.uint8)
+    for row, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
+        if position >= 0:
+            want_pool[tables[sequence, position // 32], position % 32] = rows[row, 0]
+            index_prepare(rows[row : row + 1], want_tiles, tables[sequence], position, 32)
+    pool, tiles = device.full((6, 32, 68), 0xEE, torch.uint8), device.full((6, 2, TILE_BYTES), 0xEE, torch.uint8)
+    got = device.full((n_rows, 68), 0xEE, torch.uint8)
+    places = Places(pool, *map(device.put, (positions, sequences, tables)))
+    index_key_hip(*map(device.put, (x, norm)), 1e-20, *map(device.put, (angle.cos(), angle.sin())), got, places, tiles)
+    assert torch.equal(device.get(got), rows[:, 0])
+    assert torch.equal(device.get(pool), want_pool)
+    assert torch.equal(device.get(tiles).flatten(0, 1)[:, None], want_tiles)

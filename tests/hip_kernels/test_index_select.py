@@ -127,16 +127,18 @@ def check_lists(device, case, k, n_keep):
     queries, history = case.prepared(device.put)
     n_rows = len(visible)
     workspace = Workspace(device.full((Workspace.bytes_for(n_rows, history.n_positions, k),), 0xEE, torch.uint8))
-    for _ in range(2):
+    among = Workspace(device.full((Workspace.bytes_for(n_rows, 0, n_keep),), 0xEE, torch.uint8))
+    zeros = device.full((n_rows,), 0, torch.int32)
+    for counters in (None, zeros, zeros):
         selected = device.full((n_rows, k), 77, torch.int32)
         blocks = device.full((n_rows, n_keep), 77, torch.int32)
-        index_select_hip(queries, history, workspace, selected, blocks)
+        index_select_hip(queries, history, workspace, selected, blocks, counters)
         assert torch.equal(device.get(blocks), blocks_want)
         assert torch.equal(device.get(selected), top_k_list_ref(case.scores, visible, k))
-    among = Workspace(device.full((Workspace.bytes_for(n_rows, 0, n_keep),), 0xEE, torch.uint8))
-    selected = device.full((n_rows, k), 77, torch.int32)
-    index_select_among_hip(queries, history, among, device.put(blocks_want), selected)
-    assert torch.equal(device.get(selected), top_k_list_ref(restrict_ref(case.scores, blocks_want, 8), visible, k))
+        selected = device.full((n_rows, k), 77, torch.int32)
+        index_select_among_hip(queries, history, among, device.put(blocks_want), selected, counters)
+        assert torch.equal(device.get(selected), top_k_list_ref(restrict_ref(case.scores, blocks_want, 8), visible, k))
+    assert not device.get(zeros).any()
 
 
 @pytest.mark.parametrize("n_positions", [1, 15, 16, 17, 31, 33, 255, 256, 257, 530])

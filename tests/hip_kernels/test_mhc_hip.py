@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rocline.hip_kernels.act_quant import act_round8_hip
 from rocline.hip_kernels.binding import BindError
 from rocline.hip_kernels.mhc import (
     mhc_coefficients_ref,
@@ -13,9 +14,12 @@ from rocline.hip_kernels.mhc import (
     mhc_project_ref,
 )
 from rocline.hip_kernels.mhc_hip import (
+    FEW_ROWS,
     Coefficients,
     Merge,
+    Mixing,
     Projection,
+    mhc_enter_hip,
     mhc_finish_hip,
     mhc_pass_hip,
     partials_shape,
@@ -58,9 +62,25 @@ class Layer:
         mhc_pass_hip(streams, made, streams if merge else None, pre, u, projection, partials)
         collapsed = self.device.get(u).clone()
         out = Coefficients(*(self.device.full((n_rows, *shape), float("nan")) for shape in ((4,), (4,), (4, 4))))
-        mhc_finish_hip(u, put(self.norm), EPS, projection, partials, out, HC_EPS, ITERS)
+        mhc_finish_hip(u, put(self.norm), EPS, Mixing(projection, partials, out, HC_EPS, ITERS))
         found = (streams, collapsed, u, out.pre_f32, out.post_f32, out.comb_f32)
         return [self.device.get(x) for x in found]
+
+    def enter(self, merge=True, mixing=True):
+        """The same without `collapsed`, by mhc_enter_hip."""
+        put, full, n_rows = self.device.put, self.device.full, len(self.streams)
+        streams, u = put(self.streams), full((n_rows, self.width), float("nan"), torch.bfloat16)
+        made = Merge(put(self.sublayer), put(self.post), put(self.comb)) if merge else None
+        partials = full(partials_shape(n_rows, self.width), float("nan"))
+        out = Coefficients(*(full((n_rows, *shape), float("nan")) for shape in ((4,), (4,), (4, 4))))
+        mixed = Mixing(self.projection(), partials, out, HC_EPS, ITERS) if mixing else None
+        counter, rounded = full((1,), 0, torch.int32), full(u.shape, float("nan"), torch.bfloat16)
+        mhc_enter_hip(streams, made, put(self.pre), put(self.norm), EPS, mixed, u, counter, rounded)
+        assert not self.device.get(counter).any()
+        want = full(u.shape, float("nan"), torch.bfloat16)
+        act_round8_hip(u, want)
+        assert torch.equal(self.device.get(rounded).view(torch.int16), self.device.get(want).view(torch.int16))
+        return [self.device.get(x) for x in (streams, u, out.pre_f32, out.post_f32, out.comb_f32)]
 
 
 @pytest.mark.parametrize("width", [96, 192, 512])
@@ -137,6 +157,19 @@ def test_rows_are_their_own(device, rng, n_rows):
         assert not got[40].isfinite().all()
 
 
+@pytest.mark.parametrize("width", [96, 1056, 5120])  # less than a wave's pieces, not whole rounds of them, the release
+@pytest.mark.parametrize("n_rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_one_launch_or_two_give_the_same_bits(device, rng, n_rows, width):
+    layer = Layer(device, rng, n_rows, width)
+    for merge in (True, False):
+        merged, _, *want = layer.run(merge=merge)
+        for got, wanted in zip(layer.enter(merge), (merged, *want), strict=True):
+            assert torch.equal(got, wanted)
+    streams, u, *_ = layer.enter(merge=False, mixing=False)
+    assert torch.equal(streams, layer.streams)
+    assert torch.equal(u, want[0])
+
+
 def test_components_are_the_weight(rng):
     fn = f32(rng, 24, 4 * 160) * torch.exp2(torch.from_numpy(rng.integers(-60, 60, (24, 640))))
     steps = prepare_projection(fn)  # [2, 4, 8, 5, 16, 16]
@@ -158,7 +191,7 @@ def test_sinkhorn_table_of_the_specification(device, data_folder):
     mhc_pass_hip(put(streams), None, None, None, None, projection, partials)
     out = Coefficients(*(device.full((len(streams), *shape), float("nan")) for shape in ((4,), (4,), (4, 4))))
     u, ones = device.full((len(streams), 5120), 1.0, torch.bfloat16), device.full((5120,), 1.0, torch.bfloat16)
-    mhc_finish_hip(u, ones, EPS, projection, partials, out, HC_EPS, ITERS)
+    mhc_finish_hip(u, ones, EPS, Mixing(projection, partials, out, HC_EPS, ITERS))
     for value, name in zip((out.pre_f32, out.post_f32, out.comb_f32), ("pre64", "post64", "comb64"), strict=True):
         assert (device.get(value) - ops[f"mhc_mix_5120.{name}"]).abs().max() < 8e-6
 

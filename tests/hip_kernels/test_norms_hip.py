@@ -4,9 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rocline.hip_kernels.act_quant import act_round8_hip
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.rmsnorm import rmsnorm, rmsnorm_hip
-from rocline.hip_kernels.window_row import window_row, window_row_hip
+from rocline.hip_kernels.window_row import latent_norms_hip, window_row, window_row_hip
 
 EPS = 1e-20
 ROW_COUNTS = [1, 2, 6, 15, 16, 17, 33, 64, 65]
@@ -85,6 +86,38 @@ def test_window_rows_have_the_reference_bytes(device, rng, n_rows, width, n_pair
     want = torch.zeros((n_rows, width + width // 32), dtype=torch.uint8)
     window_row(projected, weight, EPS, cos, sin, want)
     assert torch.equal(run_window(device, projected, weight, cos, sin), want)
+
+
+@pytest.mark.parametrize("n_rows", [1, 7])
+def test_window_rows_go_into_slots(device, rng, n_rows):
+    case = window_case(rng, n_rows, 128, 16, bf16)
+    plain, slots = run_window(device, *case), torch.from_numpy(rng.permutation(30)[:n_rows]).int()
+    slots[-1] = -1 if n_rows > 1 else slots[-1]
+    projected, weight, *turn = map(device.put, case)
+    want = torch.full((30, 132), 0xEE, dtype=torch.uint8)
+    want[slots[slots >= 0].long()] = plain[slots >= 0]
+    got = device.full((30, 132), 0xEE, torch.uint8)
+    window_row_hip(projected, weight, EPS, *turn, got, device.put(slots))
+    assert torch.equal(device.get(got), want)
+    reference = torch.full((30, 132), 0xEE, dtype=torch.uint8)
+    window_row(*case[:2], EPS, *case[2:], reference, slots)
+    assert torch.equal((reference == 0xEE).all(1), (want == 0xEE).all(1))
+
+
+@pytest.mark.parametrize("n_rows", [1, 4, 9])
+def test_norms_together_are_those_apart(device, rng, n_rows):
+    case = window_case(rng, n_rows, 128, 16, bf16)
+    query, query_weight = bf16(rng, n_rows, 96), bf16(rng, 96)
+    projected, weight, *turn = map(device.put, case)
+    got_query, got = device.put(query), device.full((n_rows, 132), 0xEE, torch.uint8)
+    rounded = device.full(query.shape, float("nan"), torch.bfloat16)
+    given = got_query, device.put(query_weight), projected, weight, EPS
+    latent_norms_hip(*given, *turn, got, rounded_bf16=rounded)
+    assert torch.equal(device.get(got), run_window(device, *case))
+    want_rounded = device.full(query.shape, float("nan"), torch.bfloat16)
+    act_round8_hip(got_query, want_rounded)
+    assert torch.equal(device.get(rounded), device.get(want_rounded))
+    assert torch.equal(device.get(got_query), run_norm(device, query, query_weight))
 
 
 def test_window_codes_of_every_bf16_size(device, rng):

@@ -15,6 +15,7 @@ PRODUCT_I8 = Kernel(PROBES, "product_i8", "PPPPii", threads=32)
 PRODUCT_FROM = Kernel(PROBES, "product_from", "PPiP", threads=32, lds_bytes=2048)
 PRODUCT_BF16 = Kernel(PROBES, "product_bf16", "PPPPii", threads=32, lds_bytes=65536)
 EXCHANGE = Kernel(PROBES, "exchange", "PPP", threads=128, lds_bytes=136 * 4)
+ADD_UP = Kernel(PROBES, "add_up", "PPPPi", threads=128, lds_bytes=4)
 ROTATE = Kernel(PROBES, "rotate", "PP", threads=32, lds_bytes=128)
 ARGUMENTS = Kernel(PROBES, "arguments", "PiqfPi", threads=32)
 
@@ -142,6 +143,17 @@ def test_exchange_through_lds(device, rng):
     launch(EXCHANGE, grid=(3, 2), args=(device.put(values), reversed_, counts), lds_bytes=136 * 4)
     assert torch.equal(device.get(reversed_), values.flip(1))
     assert torch.equal(device.get(counts), torch.stack([(values & 7 == k).sum(1) for k in range(8)], 1).int())
+
+
+def test_the_last_workgroup_sees_what_the_others_stored(device, rng):
+    n_rows, n = 40, 24
+    counters = device.full((n_rows,), 0, torch.int32)
+    for _ in range(3):  # it leaves the counters as it found them
+        values, doubled = ints(rng, n_rows, n, 128) >> 8, device.full((n_rows, n, 128), -1, torch.int32)
+        sums = device.full((n_rows, 128), -1, torch.int32)
+        launch(ADD_UP, grid=(n, n_rows), args=(device.put(values), doubled, sums, counters, n), lds_bytes=4)
+        assert torch.equal(device.get(sums), (2 * values).sum(1).int())
+        assert not device.get(counters).any()
 
 
 def test_exchange_within_a_wave(device, rng):
