@@ -334,6 +334,7 @@ class Engine:
             self._advance()
 
     def _look(self) -> None:
+        self._assembly.transport.sweep()
         for worker in self._workers:
             if bad := worker.look():
                 self.bad(worker, bad)

@@ -58,6 +58,9 @@ class Transport(Protocol):
     def has_left(self, sent: HandOff) -> bool:
         """Whether the copies made of a released hand-off have completed: its memory is its sender's again."""
 
+    def sweep(self) -> None:
+        """Give back what has been released and copied, as every other call does too."""
+
     def settle(self) -> None:
         """Wait until every copy has completed and what was released is given back."""
 
@@ -77,6 +80,9 @@ class InProcess:
 
     def has_left(self, sent: HandOff) -> bool:
         return True
+
+    def sweep(self) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -143,7 +149,7 @@ class PeerCopies:
         if rows.lease is None:
             raise ValueError("send: these rows have no lease; only what a stage's run has returned can be sent")
         _check_current(source_device, "send from")
-        self._sweep()
+        self.sweep()
         return replace(rows, lease=_SentLease(rows.lease, Event().record(), self._give_back))
 
     def receive(self, sent: HandOff, source_device: int, target_device: int, memory: StageMemory) -> HandOff:
@@ -152,7 +158,7 @@ class PeerCopies:
         if not isinstance(lease, _SentLease):
             raise ValueError("receive: these rows were not sent; the stage that made them calls send first")
         _check_current(target_device, "receive on")
-        self._sweep()
+        self.sweep()
         parts: list[_Part] = []
 
         def lend(tensor: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ class PeerCopies:
             waiting = [event for lease in self._released for event in lease.copies]
         for event in waiting:
             event.synchronize()
-        self._sweep()
+        self.sweep()
 
     def close(self) -> None:
         """Settle, and free the host memory of the pairs that needed some. No call may follow."""
@@ -197,10 +203,9 @@ class PeerCopies:
     def _give_back(self, lease: _SentLease) -> None:
         with self._lock:
             self._released.append(lease)
-        self._sweep()
+        self.sweep()
 
-    def _sweep(self) -> None:
-        """Give back what has been released and copied."""
+    def sweep(self) -> None:
         passed: list[_SentLease] = []
         waiting: list[_SentLease] = []
         with self._lock:
