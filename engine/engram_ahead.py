@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.engram import EngramTable
+from rocline.hip_kernels.binding import is_shapes_only
 from rocline.hip_kernels.rows import gather_rows
 
 # That a thread gathers at a time, 6,144 table rows at the release's width: 1 to 2 ms. Half as many spend a third of
@@ -84,7 +85,8 @@ class GatheredLate:
         table = self.tables[layer]
         rows = _room(table, len(self.lookback_i32))
         table.hash_rows(self.lookback_i32, rows.rows_i64)
-        table.copy_rows(*rows)
+        if not is_shapes_only():
+            table.copy_rows(*rows)
         return TableRows(*map(scratch.upload, rows))
 
     def pick(self, index_i64: Tensor) -> GatheredLate:

@@ -26,8 +26,10 @@ from rocline.engine.row_checks import DeviceChecks, HostChecks, RowChecks
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import host_zeros
 from rocline.engine.weights import LayerWeights, ModelWeights, SideWeights, WeightSource
-from rocline.hip_kernels.dispatch import Place, Shapes
+from rocline.hip_kernels.dispatch import Choice, Place, Shapes
 from rocline.hip_kernels.driver import Device, Event, Slab, Stream, devices
+from rocline.hip_kernels.paper import PaperPlace
+from rocline.hip_kernels.runtime import torch_sees_gpus
 
 DeviceKind = Literal["cpu", "hip"]
 ENDS_BYTES = 256 << 20  # of a model that runs its stages in turn: embedded rows of a chunk, and logits
@@ -176,18 +178,11 @@ class HipHome:
         return planes
 
     def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
-        place, roles = self.place, config.layers
-        none_bf16 = torch.empty((0, config.hidden_size), dtype=torch.bfloat16)
-        with torch.inference_mode(), place.work(_no_workspace):
-            layers: dict[int, SideWeights] = {n: _layer(place, config, roles[n], source.layer(n)) for n in part.layers}
-            layers |= {n: _side(place, roles[n], source.side(n)) for n in part.sides}
-            placed = ModelWeights(
-                place.put(source.embed_bf16 if part.begins else none_bf16),
-                place.put(source.norm_bf16),
-                place.prepare("head", source.head_bf16) if part.ends else place.put(none_bf16),
-                layers,
-            )
-        place.stream.synchronize()  # other threads' streams read them too
+        with torch.inference_mode(), self.place.work(_no_workspace):
+            placed = _weights(self.place, config, source, part)
+        self.place.stream.synchronize()  # other threads' streams read them too
+        if torch_sees_gpus():
+            torch.cuda.empty_cache()  # what weights were prepared from
         return placed
 
     def clock(self) -> Clock:
@@ -213,6 +208,37 @@ class HipHome:
             zeros = slabs[-1].tensor().zero_().view(dtype).view(shape)
         self.place.stream.synchronize()  # other threads' streams read them too
         return zeros
+
+
+class PaperHome(HostHome):
+    """A GPU on paper, within binding.shapes_only: what its kernels would be lent, in address space alone."""
+
+    sequences_at_once = 1
+    gathers_on_host = True
+
+    def __init__(self, config: TextConfig, reference_ops: Collection[str] = ()) -> None:
+        self.place = PaperPlace(shapes_of(config), reference_ops)
+
+    def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
+        return StageMemory(arena_bytes, name=name, place=self.place)
+
+    def planes(
+        self,
+        config: TextConfig,
+        sources: Collection[int],
+        n_pages: int,
+        page_positions: int = PAGE_POSITIONS,
+        scored: Collection[int] = (),
+    ) -> PagePlanes:
+        prepared = scored if self.place.has("index_select") else ()
+        return PagePlanes(config, sources, n_pages, page_positions, prepared=prepared)
+
+    def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
+        with torch.inference_mode(), self.place.work(_no_workspace):
+            return _weights(self.place, config, source, part)
+
+    def ends(self) -> StageMemory | None:
+        return self.memory(ENDS_BYTES, "arena of rows in no stage")
 
 
 def fence(homes: Sequence[Home]) -> None:
@@ -265,7 +291,19 @@ def _no_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     raise RuntimeError(f"a workspace of {list(shape)} {dtype} while loading: there is no arena to lend it")
 
 
-def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeights) -> LayerWeights:
+def _weights(place: Choice, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
+    none_bf16, roles = torch.empty((0, config.hidden_size), dtype=torch.bfloat16), config.layers
+    layers: dict[int, SideWeights] = {n: _layer(place, config, roles[n], source.layer(n)) for n in part.layers}
+    layers |= {n: _side(place, roles[n], source.side(n)) for n in part.sides}
+    return ModelWeights(
+        place.put(source.embed_bf16 if part.begins else none_bf16),
+        place.put(source.norm_bf16),
+        place.prepare("head", source.head_bf16) if part.ends else place.put(none_bf16),
+        layers,
+    )
+
+
+def _layer(place: Choice, config: TextConfig, role: LayerRole, weights: LayerWeights) -> LayerWeights:
     """One layer's weights, each prepared for the operator that reads it."""
     put, prepare = place.put, place.prepare
 
@@ -300,7 +338,7 @@ def _layer(place: Place, config: TextConfig, role: LayerRole, weights: LayerWeig
     )
 
 
-def _side(place: Place, role: LayerRole, weights: SideWeights) -> SideWeights:
+def _side(place: Choice, role: LayerRole, weights: SideWeights) -> SideWeights:
     put, prepare, compressor = place.put, place.prepare, weights.compressor
     latent = "f32_linear" if role.ratio == 2 else "bf16_linear"
     return SideWeights(

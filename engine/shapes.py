@@ -16,6 +16,7 @@ from torch import Tensor
 from rocline.arena.trace import Recorder, TraceEvent
 from rocline.engine.checkpoint import TORCH_DTYPE
 from rocline.engine.config import ModelConfig
+from rocline.engine.home import DeviceKind, HostHome, PaperHome
 from rocline.engine.layout import expected_tensors
 from rocline.engine.model import Model
 from rocline.engine.routes import StageLayers
@@ -41,14 +42,24 @@ def shape_weights(config: ModelConfig) -> ModelWeights:
 
 
 def prefill_traces(
-    config: ModelConfig, stages: Sequence[StageLayers], prompt_tokens: int, chunk_rows: int, n_chunks: int
+    config: ModelConfig,
+    stages: Sequence[StageLayers],
+    prompt_tokens: int,
+    chunk_rows: int,
+    n_chunks: int,
+    device: DeviceKind = "cpu",
 ) -> list[list[TraceEvent]]:
     """What each stage takes from its arena during the last n_chunks of a prompt in `halo` mode.
 
     Stages run one after another, and a hand-off is given back when its receiver has copied it. Time counts
     events. There is no other stream, so nothing is pending.
+
+    device  whose operators take it: the torch references', or the kernels' with their workspaces and uploads
     """
-    model = Model(config, shape_weights(config), stages, kv_tokens=prompt_tokens, arena_bytes=SLAB_BYTES)
+    with shapes_only():
+        home = PaperHome(config.text_config) if device == "hip" else HostHome()
+        weights = shape_weights(config)
+        model = Model(config, weights, stages, kv_tokens=prompt_tokens, arena_bytes=SLAB_BYTES, home=home)
     first_recorded = -(-prompt_tokens // chunk_rows) * chunk_rows - n_chunks * chunk_rows
     done_rows, recorders = 0, list[Recorder]()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rocline.engine.config import ModelConfig
-from rocline.engine.home import HipHome, Home, HostHome, Part
+from rocline.engine.home import HipHome, Home, HostHome, PaperHome, Part
 from rocline.engine.pages import Pages, scored_sources
 from rocline.engine.routes import StageLayers, routes
 from rocline.engine.stage import Stage
@@ -77,7 +77,14 @@ def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: in
         drafts="off",
     )
     plan = make_plan(config, request)
-    return Layout(plan.placement, _arenas(options, plan.arena_bytes), tuple(device.index for device in used))
+    arenas = _arenas(options, [max(planned, _least_arena(config, options)) for planned in plan.arena_bytes])
+    return Layout(plan.placement, arenas, tuple(device.index for device in used))
+
+
+def _least_arena(config: ModelConfig, options: Options) -> int:
+    """The plan is of kernels; torch references hold more at once, and what they hold grows with the history."""
+    references = PaperHome(config.text_config, options.reference_op).place.references
+    return int(HOST_ARENA_GIB * GIB) if references else 0
 
 
 def _arenas(options: Options, planned: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from rocline.arena.replay import plan as smallest_slab
 from rocline.arena.spans import ArenaFull
 from rocline.arena.trace import TraceEvent
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.layers import indexer
 from rocline.engine.pages import PAGE_POSITIONS
 from rocline.engine.sequence import REWIND_ROWS
 from rocline.engine.shapes import SLAB_BYTES, prefill_traces
@@ -38,6 +37,7 @@ STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)  # padded row counts with a captured step e
 RUNTIME_BYTES = GIB // 2  # assumed, a device: HIP context, code objects, torch
 GRAPH_BYTES = 4 << 20  # assumed, a captured step of one visit
 WAITING_HANDOFFS = 1  # of each visit: made, and not yet copied by its receiver
+_GROWS = "_index_select"  # of a chunk's temporaries the only one that grows with the history: one workspace a layer
 TRACED_CHUNKS = 4  # at most; the halo's last chunks, where layers drop rows and hold both copies for a moment
 # Several layers in a visit, and the halo's rows dropped at another place in a chunk, leave other holes: over 150 prompt
 # lengths and cuts of the release the slab had to be up to 2.3 of a chunk's hand-offs larger than layers alone say.
@@ -285,36 +285,14 @@ def layer_slabs(config: ModelConfig, chunk_rows: int, context: int) -> list[int]
 def card_traces(
     config: ModelConfig, visits: Sequence[StageLayers], prompt_tokens: int, chunk_rows: int, context: int
 ) -> list[list[TraceEvent]]:
-    """What each visit takes from its arena through a prompt, from shapes, as on a card after `context` positions."""
-    traces = prefill_traces(config, visits, prompt_tokens, chunk_rows, -(-prompt_tokens // chunk_rows))
+    """What each visit takes from its arena through a prompt, from shapes, as by kernels after `context` positions."""
+    traces = prefill_traces(config, visits, prompt_tokens, chunk_rows, -(-prompt_tokens // chunk_rows), "hip")
     out = []
     for visit, events in zip(visits, traces, strict=True):
         ratio = min(config.text_config.layers[layer].ratio or 1 for layer in visit.layers)
-        out.append(list(_with_workspace(events, _workspace_bytes(config, chunk_rows, context // ratio))))
+        n_bytes = Workspace.bytes_for(chunk_rows, context // ratio, config.text_config.index_topk)
+        out.append([replace(event, n_bytes=n_bytes) if event.operator == _GROWS else event for event in events])
     return out
-
-
-def _workspace_bytes(config: ModelConfig, chunk_rows: int, n_keys: int) -> int:
-    text = config.text_config
-    everything = Workspace.bytes_for(chunk_rows, n_keys, text.index_topk)
-    return max(everything, Workspace.bytes_for(chunk_rows, 0, text.candidate_topk_blocks))
-
-
-def _with_workspace(events: Iterable[TraceEvent], workspace_bytes: int) -> Iterator[TraceEvent]:
-    """A trace with the index sources' score tiles, which the torch reference takes, replaced by one workspace.
-
-    Of a chunk's temporaries only these grow with the history; on a card scores are never held (index_select.py).
-    """
-    dropped, last_taken = set(), ""
-    for event in events:
-        if event.operator == indexer.select.__name__:
-            if event.action == "take" and last_taken == event.operator:
-                dropped.add(event.span)
-            event = replace(event, n_bytes=workspace_bytes)
-        if event.action == "take":
-            last_taken = event.operator
-        if event.span not in dropped:
-            yield event
 
 
 def _kind(role: LayerRole) -> object:

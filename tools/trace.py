@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rocline.arena.replay import ReplayReport, peaks, plan, replay
 from rocline.arena.report import report_html
 from rocline.arena.spans import MIB, ArenaFull, ArenaMisuse
 from rocline.arena.trace import TraceError, TraceEvent, read_csv, write_csv
 from rocline.engine.config import ConfigError, ModelConfig
+from rocline.engine.home import DeviceKind
 from rocline.engine.model import split_layers
 from rocline.engine.release import release_config
 from rocline.engine.shapes import prefill_traces
@@ -24,7 +25,6 @@ from rocline.tools.generate import positive_int
 from rocline.tools.trace_timeline import add_timeline
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
-LABEL = "cpu-shapes"  # how the traces came about: from shapes alone, on the CPU
 CHUNK_ROWS = (256, 512, 1024, 2048)
 COUNTERS = ("splits", "merges", "reuses", "recuts", "fuses")  # of Stats, in the words of `replay`
 
@@ -66,6 +66,12 @@ def _add_record(actions: Any) -> None:
     model.add_argument("--release", action="store_true", help="at the release's sizes")
     model.add_argument("--model", type=Path, metavar="FOLDER", help="at the sizes of this checkpoint's config.json")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the files go")
+    parser.add_argument(
+        "--device",
+        choices=get_args(DeviceKind),
+        default="hip",
+        help="whose temporaries: the kernels', or cpu, the torch references' (default %(default)s)",
+    )
 
     def count(flag: str, default: int | tuple[int, ...], help_text: str, **how: Any) -> None:
         help_text += " (default %(default)s)"
@@ -105,9 +111,9 @@ def record_traces(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     for chunk_rows in args.chunk_rows:
         began_s = time.monotonic()
-        traces = prefill_traces(config, stages, args.prompt_tokens, chunk_rows, args.chunks)
+        traces = prefill_traces(config, stages, args.prompt_tokens, chunk_rows, args.chunks, args.device)
         for stage, events in enumerate(traces):
-            path = args.out / f"{LABEL}-chunk{chunk_rows}-stage{stage}.csv"
+            path = args.out / f"{args.device}-shapes-chunk{chunk_rows}-stage{stage}.csv"
             with path.open("w", encoding="utf-8") as out:
                 # One thread runs them all; its number is another in every process.
                 write_csv((replace(event, thread=0) for event in events), out)

@@ -16,12 +16,11 @@ FOLDER = Path(__file__).resolve().parent.parent / "data" / "traces"
 CHUNK_ROWS = (256, 512, 1024, 2048)
 STAGES = range(8)
 COMPUTE, COPY = "compute", "copy"
-# Where arriving hand-offs that both streams must finish lie across a chunk's large region. By chunk rows, stage, delay.
-KNOWN_LOOSE = {(512, 4, 16): 1.13, (512, 5, 16): 1.13}
+KNOWN_LOOSE = {(256, 7): 1.07}  # the last stage's halo, where each layer drops rows; by chunk rows and stage
 
 
 def trace_path(chunk_rows: int, stage: int) -> Path:
-    return FOLDER / f"cpu-shapes-chunk{chunk_rows}-stage{stage}.csv"
+    return FOLDER / f"hip-shapes-chunk{chunk_rows}-stage{stage}.csv"
 
 
 def check_served(events: list[TraceEvent], planned: Plan) -> None:
@@ -72,7 +71,7 @@ def test_the_planned_slab_serves_it_and_is_near_the_peak(chunk_rows, stage):
     check_served(events, planned)
     check_served(repeated(events, 12), planned)
     assert planned.held_bytes == 0
-    assert planned.ratio <= 1.05
+    assert planned.ratio <= KNOWN_LOOSE.get((chunk_rows, stage), 1.05)
     print(f"{planned.slab_bytes:,} bytes: {planned.ratio:.3f} of used + pending, {planned.ratio_used:.3f} of used")
 
 
@@ -83,7 +82,7 @@ def test_work_that_ends_late_is_served_too(chunk_rows, stage, after):
     events = delayed(read_csv(trace_path(chunk_rows, stage)), after)
     planned = plan(events)
     check_served(events, planned)
-    assert planned.ratio_used <= KNOWN_LOOSE.get((chunk_rows, stage, after), 1.10)
+    assert planned.ratio_used <= 1.10
     print(f"{planned.slab_bytes:,} bytes: {planned.ratio:.3f} of used + pending, {planned.ratio_used:.3f} of used")
 
 

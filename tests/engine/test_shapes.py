@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hip_cases import write_fitting_model
 
 from rocline.arena.trace import Recorder
+from rocline.engine.home import HipHome
 from rocline.engine.model import Model, split_layers
 from rocline.engine.shapes import prefill_traces, shape_weights
 
@@ -41,6 +43,27 @@ def test_the_same_requests_as_a_real_run(model_of, rng, n_stages, prompt_tokens,
     traces = prefill_traces(model.config, stages, prompt_tokens, chunk_rows, n_chunks)
     assert traces == [recorder.events for recorder in recorders]
     assert all(len(events) > 10 * n_chunks for events in traces)
+
+
+@pytest.mark.parametrize("whose", ["kernels", "references among kernels"])
+def test_a_card_on_paper_asks_for_what_the_card_asks_for(hip_device, micro_model, tmp_path, rng, whose):
+    """Workspaces and uploads of kernels too, in the same order and sizes."""
+    folder = micro_model if "references" in whose else write_fitting_model(micro_model, tmp_path / "model")
+    whole = Model.load(folder)
+    stages = split_layers(whole.config, 2, early_kv_side=True)
+    home = HipHome(whole.config.text_config)
+    model = Model(whole.config, whole.weights, stages, kv_tokens=1024, arena_bytes=64 << 20, home=home)
+    recorders = [Recorder(itertools.count().__next__) for _ in stages]
+    for stage, recorder in zip(model.stages, recorders, strict=True):
+        stage.memory.arena.recorder = recorder
+    model.prefill(model.open(), rng.integers(9, 400, 45).tolist(), chunk_rows=19)
+    traces = prefill_traces(model.config, stages, 45, 19, 3, "hip")
+    assert asked_of(traces) == asked_of([recorder.events for recorder in recorders])
+
+
+def asked_of(traces):
+    """Without places: another slab's are others."""
+    return [[(event.action, event.operator, event.n_bytes) for event in events] for events in traces]
 
 
 @pytest.mark.parametrize("n_chunks", [1, 2])

@@ -14,7 +14,7 @@ from rocline.engine.scratch import StageMemory
 from rocline.tools import bench_arena
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "traces"
-TRACE = SHIPPED / "cpu-shapes-chunk512-stage7.csv"
+TRACE = SHIPPED / "hip-shapes-chunk512-stage7.csv"
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_blocks_are_what_a_stage_does():
 @pytest.mark.parametrize("chunk_rows", [256, 1024])
 def test_a_stage_runs_in_the_planned_slab_and_by_heart_in_one_with_room_to_spare(chunk_rows, stage, spare, late):
     """Whether work ends at once or never."""
-    events = read_csv(SHIPPED / f"cpu-shapes-chunk{chunk_rows}-stage{stage}.csv")
+    events = read_csv(SHIPPED / f"hip-shapes-chunk{chunk_rows}-stage{stage}.csv")
     planned = plan(events)
     slab_bytes = planned.peak_used_bytes * SPARE_PART // (SPARE_PART - 1) + 4096 if spare else planned.slab_bytes
     memory = StageMemory(slab_bytes, record_completion=(lambda stream: lambda: False) if late else None)

@@ -10,7 +10,7 @@ from rocline.arena.replay import plan
 from rocline.arena.trace import read_csv
 from rocline.tools import cli, trace
 
-SHIPPED = Path(__file__).resolve().parent.parent / "data" / "traces" / "cpu-shapes-chunk256-stage3.csv"
+SHIPPED = Path(__file__).resolve().parent.parent / "data" / "traces" / "hip-shapes-chunk256-stage3.csv"
 HEADER = "time_ns,thread,stream,action,span,bytes,completed_after_ns\n"
 TWO_AT_ONCE = "0,1,0,take,1,1000,0\n1,1,0,take,2,3000,0\n2,1,0,release,1,1000,0\n3,1,0,release,2,3000,0\n"
 
@@ -141,7 +141,7 @@ def test_record_writes_a_file_for_each_stage_and_chunk_size(rocline, micro, tmp_
     flags = ("--model", micro, "--stages", 2, "--prompt-tokens", 90, "--chunk-rows", 16, 32, "--chunks", 2)
     status, out, err = rocline("record", *flags, "--out", folder)
     assert status == 0
-    names = [f"cpu-shapes-chunk{chunk_rows}-stage{stage}.csv" for chunk_rows in (16, 32) for stage in (0, 1)]
+    names = [f"hip-shapes-chunk{chunk_rows}-stage{stage}.csv" for chunk_rows in (16, 32) for stage in (0, 1)]
     assert out.splitlines() == [str(folder / name) for name in names]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     assert re.search(r"chunk_rows 16: [\d,]+ events in ", err)
