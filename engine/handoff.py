@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -163,15 +163,15 @@ class HandOff:
         is_host = not scratch.is_on_device()
 
         fresh = tuple(replace(f, rows_u8=copy(f.rows_u8), keys_u8=copy(f.keys_u8)) for f in self.fresh)
-        return replace(self._per_row(copy), fresh=fresh, lease=None)
+        return self._per_row(copy, fresh=fresh, lease=None)
 
     def release(self) -> None:
         """Give back the memory of a hand-off whose receiver has its copy."""
         if self.lease:
             self.lease.release()
 
-    def _per_row(self, change: Callable[[Tensor], Tensor]) -> HandOff:
-        """Every tensor that has the rows as its first axis, changed in the same way."""
+    def _per_row(self, change: Callable[[Tensor], Tensor], **others: Any) -> HandOff:
+        """Every tensor that has the rows as its first axis, changed in the same way, and other fields as given."""
         return replace(
             self,
             positions_i32=change(self.positions_i32),
@@ -180,6 +180,7 @@ class HandOff:
             pre_f32=change(self.pre_f32),
             selected_i32=None if self.selected_i32 is None else change(self.selected_i32),
             blocks_i32=None if self.blocks_i32 is None else change(self.blocks_i32),
+            **others,
         )
 
     def slices(self) -> list[tuple[RowSpan, slice]]:

@@ -40,12 +40,13 @@ RETRY_S = 0.05
 
 
 class _Hollow(Engine):
-    """Stages whose layers do nothing, and a head that always says the same."""
+    """Stages whose layers do nothing, nor what they would read, and a head that always says the same."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for worker in self._workers:
             worker.stage._step = lambda work, layer, rows, record: rows  # type: ignore[method-assign]
+            worker.stage._tables = lambda rows: None  # type: ignore[method-assign,assignment,return-value]
 
     def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
         if task.place < len(self._path) - 1:

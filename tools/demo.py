@@ -67,8 +67,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--once", action="store_true", help="end after the show; exit status 1 if anything failed")
     parser.add_argument("--long", action="store_true", help=f"send {LONG_TOKENS:,} tokens in place of {TOKENS:,}")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="where to listen (default %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, metavar="N", help="where to listen (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="for pictures and the log")
+
+
+def _port(word: str) -> int:
+    """Not 0, which `serve` takes for any: the show must know where its client goes."""
+    port = int(word)
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port}: must be 1 to 65535")
+    return port
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rocline.tools import cli
 from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 # A shorter document, still past the 512 candidate positions.
@@ -60,3 +61,12 @@ def test_wrong_input(checkpoint, tmp_path):
     assert done.returncode == 2
     assert "Address already in use" in done.stdout
     assert "choose another with --port" in done.stdout
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "many"])
+def test_a_port_that_the_client_would_not_find_is_refused(port, capsys):
+    """The show waited for it for ever."""
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["demo", "anywhere", "--port", port])
+    assert refused.value.code == 2
+    assert f"--port: {port}: must be 1 to 65535" in capsys.readouterr().err or port == "many"
