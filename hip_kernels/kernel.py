@@ -110,7 +110,6 @@ class _Tally(threading.local):
 
 
 _tally = _Tally()
-asked_for: set[Kernel] = set()  # where binding.shapes_only let none run
 
 
 def use_cache(folder: Path) -> Compiler:
@@ -146,7 +145,6 @@ def launch(kernel: Kernel, *, grid: tuple[int, int], args: Sequence[Argument], l
     if lds_bytes > kernel.lds_bytes:
         raise _launch_error(kernel, grid, args, lds_bytes, f"its budget allows {kernel.lds_bytes} bytes of LDS")
     if is_shapes_only():
-        asked_for.add(kernel)
         return
     function = kernel.function_on(here.device)
     try:

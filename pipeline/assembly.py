@@ -16,7 +16,7 @@ from rocline.hip_kernels.driver import devices
 from rocline.pipeline.costs import CostModel
 from rocline.pipeline.options import HOST_ARENA_GIB, Options
 from rocline.pipeline.placement import PlacedStage, Placement, PlacementError, host_placement
-from rocline.pipeline.plan import Request, make_plan
+from rocline.pipeline.plan import HEADROOM_FLOOR_BYTES, Plan, Request, make_plan
 from rocline.pipeline.transport import InProcess, PeerCopies, Transport
 
 GIB = 1 << 30
@@ -78,7 +78,21 @@ def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: in
     )
     plan = make_plan(config, request)
     arenas = _arenas(options, [max(planned, _least_arena(config, options)) for planned in plan.arena_bytes])
+    _check_room(plan, arenas)
     return Layout(plan.placement, arenas, tuple(device.index for device in used))
+
+
+def _check_room(plan: Plan, arenas: Sequence[int]) -> None:
+    """Arenas larger than planned must fit too: said now, not after the weights are read."""
+    for device, memory in enumerate(plan.memory):
+        stages = [number for number, stage in enumerate(plan.placement.stages) if stage.device == device]
+        headroom = memory.headroom - sum(arenas[number] - plan.arena_bytes[number] for number in stages)
+        if headroom < HEADROOM_FLOOR_BYTES:
+            raise PlacementError(
+                f"arenas of {sum(arenas[number] for number in stages) / GIB:.2f} GiB leave device {device} "
+                f"{headroom / GIB:.2f} GiB of headroom, want {HEADROOM_FLOOR_BYTES / GIB:.1f} (GiB: {memory}); lower "
+                "--arena-gib, or leave it out"
+            )
 
 
 def _least_arena(config: ModelConfig, options: Options) -> int:

@@ -132,10 +132,10 @@ class Engine:
             n_groups=lambda n: options.groups or best_groups(model, self.placement, n),
         )
         self._pages = Pages(n_pages, page_positions)
+        self._assembly = assemble(config, source, options, layout, self._pages, poison)
         self._schedule = Schedule(limits, self._pages, partial(reach_for, text))
         self._timeline = Timeline(options.stages)
         self._watchdog = Watchdog(options.stages, self._on_hang, floor_s=hang_floor_s)
-        self._assembly = assemble(config, source, options, layout, self._pages, poison)
         self._workers = self._make_workers(self._assembly)
         tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
         self._ahead = EngramAhead(tables) if tables else None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from rocline.engine.sampling import SamplingParams
 from rocline.hip_kernels.kernel import compiler
 from rocline.pipeline.options import Options
-from rocline.pipeline.request import Request
+from rocline.pipeline.request import QueueFull, Request
 from rocline.pipeline.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,11 @@ def warm_up(take: Callable[[Request], Stream], options: Options, context: int, v
     """Run them. Raises RequestFailed where that fails: other requests would too."""
     began_s, n_before = time.monotonic(), compiler().n_compiled
     for together in warm_up_requests(options, context, vocab_size):
-        for stream in [take(request) for request in together]:
+        streams = []
+        with suppress(QueueFull):  # pages for fewer than may run, and no queue
+            for request in together:
+                streams.append(take(request))
+        for stream in streams:
             for _ in stream:
                 pass
     compiler().seal()

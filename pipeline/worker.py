@@ -224,8 +224,7 @@ class Worker:
         self._steps_between()
         while done is not None and done() is None:
             with self._door:
-                if not self._closing:
-                    self._door.wait(POLL_S)
+                self._door.wait(POLL_S)
             self._steps_between()
 
     def _perform(self, visit: int, task: Task, is_outer: bool = True) -> None:

@@ -128,13 +128,17 @@ def test_nothing_is_allocated_while_it_serves(engines, asks):
     assert counts() == before
 
 
-def test_the_first_request_finds_everything_made(engines, asks, caplog):
-    """No kernel is compiled or loaded by it, and what warmed the engine up is in no figure."""
+def test_the_first_request_finds_everything_made(engines, asks, caplog, hip_device):
+    """No kernel is compiled or loaded by it, and what warmed the engine up is in no figure. More may run than there are
+    pages for, and nothing may wait.
+    """
+    n_tokens = 512 if hip_device == "cpu" else 1024
     for kernel in gc.get_objects():  # that earlier tests have loaded
         if type(kernel) is Kernel:
             kernel._functions.clear()
     with caplog.at_level(logging.INFO, "rocline"):
-        engine = engines(stages=2, devices=1, chunk_rows=66, running=4, warms_up=True)
+        few_pages = {"context": n_tokens, "kv_tokens": n_tokens, "running": n_tokens // PAGE + 2, "queue": 0}
+        engine = engines(stages=2, devices=1, chunk_rows=66, warms_up=True, **few_pages)
     assert "warmed up" in caplog.text
     stats = engine.stats()
     assert (stats.ended, stats.prompt_rows, stats.output_tokens) == ({}, 0, 0)
@@ -178,6 +182,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_taken(engines):
     if len(devices()) < 5:
         with pytest.raises(PlacementError, match=r"--devices 5: HIP shows \d+; lower it"):
             engines(stages=5, devices=5)
+    with pytest.raises(PlacementError, match=r"arenas of 128.00 GiB leave device 0 -\d.* lower --arena-gib"):
+        engines(stages=2, devices=1, arena_gib=64)
     with pytest.raises(DispatchError, match="reference operator 'atention'; did you mean attention"):
         engines(stages=2, reference_op=("atention",))
     assert [device.memory().n_slabs_ever for device in devices()] == before
