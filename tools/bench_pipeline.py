@@ -160,7 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     model = Model.load(args.model, kv_tokens=4096)
-    options = Options(stages=args.stages, running=32, queue=64, kv_tokens=32_768, chunk_rows=32, mixed_chunk_rows=16)
+    options = Options(
+        stages=args.stages, running=32, queue=64, kv_tokens=32_768, chunk_rows=64, mixed_chunk_rows=32, groups=2
+    )
     found = {
         "overhead": overhead(model, args.stages, 8, args.tokens),
         "soak": soak(model, args.requests, random.Random(args.seed), options, 64),
