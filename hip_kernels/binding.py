@@ -110,11 +110,11 @@ _shapes_only = threading.local()
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """In this thread operators check their arguments and compute nothing: what is asked of memory stays the same."""
-    _shapes_only.on = True
+    before, _shapes_only.on = is_shapes_only(), True
     try:
         yield
     finally:
-        _shapes_only.on = False
+        _shapes_only.on = before
 
 
 def is_shapes_only() -> bool:

@@ -31,10 +31,20 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.stream = 0  # a hipStream_t
+        self.captures = False  # whether what is put on it is captured instead, see graph.py
         self.entered: list[tuple[int, int, AbstractContextManager[Any]]] = []  # what to return to
 
 
 here = _Here()
+
+
+def refuse_in_capture(doing: str) -> None:
+    """Raise HipError where this thread captures a graph: what the host waits for there does not come about."""
+    if here.captures:
+        raise HipError(
+            f"{doing}: this thread is capturing a graph on device {here.device}, which holds launches, copies and "
+            "fills of one stream; do it before or after"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Device:
 
     def allocate(self, n_bytes: int) -> Slab:
         """A slab of n_bytes, contents undefined. Raises HipError with what is free if it does not fit."""
+        refuse_in_capture(f"hipMalloc of {n_bytes} bytes on {self}")
         with self.current():
             status, memory = hip().hipMalloc(n_bytes)
         if status != 0:
@@ -114,6 +125,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for everything on this device. Raises HipError, also for what an earlier kernel did wrong."""
+        refuse_in_capture(f"hipDeviceSynchronize of {self}")
         with self.current():
             check(hip().hipDeviceSynchronize(), f"hipDeviceSynchronize of {self}")
 
@@ -160,6 +172,7 @@ class Slab:
 
     def free(self) -> None:
         """Give the memory back; waits for the device. Once only: a second call raises HipError."""
+        refuse_in_capture(f"hipFree of {self.n_bytes} bytes on {self.device}")
         with self.device.current():
             check(hip().hipFree(self.address), f"hipFree of {self.n_bytes} bytes on device {self.device.index}")
         self.device._count(-self.n_bytes, 0)
@@ -169,6 +182,7 @@ class HostBuffer:
     """Pinned host memory, which asynchronous copies need: address, n_bytes. Lives until free()."""
 
     def __init__(self, n_bytes: int) -> None:
+        refuse_in_capture(f"hipHostMalloc of {n_bytes} bytes")
         memory = check(hip().hipHostMalloc(n_bytes, hip().hipHostMallocPortable), f"hipHostMalloc of {n_bytes} bytes")
         self.address, self.n_bytes = int(memory), n_bytes
 
@@ -178,6 +192,7 @@ class HostBuffer:
 
     def free(self) -> None:
         """Give the memory back. Once only: a second call raises HipError."""
+        refuse_in_capture(f"hipHostFree of {self.n_bytes} bytes")
         check(hip().hipHostFree(self.address), f"hipHostFree of {self.n_bytes} bytes")
 
 
@@ -193,6 +208,8 @@ class Stream:
         weakref.finalize(self, hip().hipStreamDestroy, handle).atexit = False
 
     def __enter__(self) -> Stream:
+        if self.handle != here.stream:
+            refuse_in_capture(f"entering another stream, of {self.device}")
         theirs: AbstractContextManager[Any] = nullcontext()
         if torch_sees_gpus():
             theirs = torch.cuda.stream(torch.cuda.ExternalStream(self.handle, device=self.device.index))
@@ -209,10 +226,12 @@ class Stream:
 
     def wait(self, event: Event) -> None:
         """What is put on this stream later waits for the event, of whichever device; the host does not."""
+        refuse_in_capture(f"hipStreamWaitEvent on {self.device}")
         check(hip().hipStreamWaitEvent(self.handle, event.handle, 0), f"hipStreamWaitEvent on {self.device}")
 
     def synchronize(self) -> None:
         """Wait until the stream has done all. Raises HipError, also for what an earlier kernel did wrong."""
+        refuse_in_capture(f"hipStreamSynchronize on {self.device}")
         check(hip().hipStreamSynchronize(self.handle), f"hipStreamSynchronize on {self.device}")
 
 
@@ -229,11 +248,13 @@ class Event:
 
     def record(self) -> Event:
         """Move it to the current stream's present end. Returns itself."""
+        refuse_in_capture("hipEventRecord")
         check(hip().hipEventRecord(self.handle, here.stream), f"hipEventRecord on device {here.device}")
         return self
 
     def done(self) -> bool:
         """Whether the stream has passed it; also true before the first record(). Does not wait."""
+        refuse_in_capture("hipEventQuery")
         result = hip().hipEventQuery(self.handle)
         if result[0] == hip().hipError_t.hipErrorNotReady:
             return False
@@ -242,6 +263,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Wait until the stream has passed it."""
+        refuse_in_capture("hipEventSynchronize")
         check(hip().hipEventSynchronize(self.handle), "hipEventSynchronize")
 
     def ms_since(self, earlier: Event) -> float:
@@ -252,6 +274,7 @@ class Event:
 
 def wait_for(event: Event) -> None:
     """What is put on the current stream later waits for the event, of whichever device; the host does not."""
+    refuse_in_capture("hipStreamWaitEvent")
     check(hip().hipStreamWaitEvent(here.stream, event.handle, 0), f"hipStreamWaitEvent on device {here.device}")
 
 
@@ -268,6 +291,7 @@ def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
 
 def copy_peer_async(to_address: int, to_device: Device, from_address: int, from_device: Device, n_bytes: int) -> None:
     """Copy from one device's memory to another's, on the current stream, which is of either. Raises HipError."""
+    refuse_in_capture(f"hipMemcpyPeerAsync of {n_bytes} bytes")
     result = hip().hipMemcpyPeerAsync(
         to_address, to_device.index, from_address, from_device.index, n_bytes, here.stream
     )

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rocline.hip_kernels.binding import is_shapes_only
 from rocline.hip_kernels.compile import SOURCES, Compiler, Request
-from rocline.hip_kernels.driver import devices, here
+from rocline.hip_kernels.driver import devices, here, refuse_in_capture
 from rocline.hip_kernels.runtime import HipError, check, hip, torch_sees_gpus
 
 LDS_BYTES = 65536  # of a gfx1100 workgroup
@@ -65,6 +65,7 @@ class Kernel:
         """The loaded entry point, loading it if this is the first use there. Raises HipError, CompileError."""
         function = self._functions.get(device)
         if function is None:
+            refuse_in_capture(f"loading {self}")
             gpu = devices()[device]
             code = compiler().code_object(self.request(gpu.arch))
             with gpu.current():
@@ -101,10 +102,11 @@ _all_counts: list[dict[tuple[str, str], int]] = []  # one a thread, so that coun
 
 
 class _Tally(threading.local):
-    """What this thread has launched: per kernel name and layer kind."""
+    """What this thread has launched: per kernel name and layer kind; seen: what it would have, within shapes_only."""
 
     def __init__(self) -> None:
         self.layer_kind = ""
+        self.seen: dict[Kernel, None] = {}
         self.counts: dict[tuple[str, str], int] = {}
         _all_counts.append(self.counts)
 
@@ -145,6 +147,7 @@ def launch(kernel: Kernel, *, grid: tuple[int, int], args: Sequence[Argument], l
     if lds_bytes > kernel.lds_bytes:
         raise _launch_error(kernel, grid, args, lds_bytes, f"its budget allows {kernel.lds_bytes} bytes of LDS")
     if is_shapes_only():
+        _tally.seen[kernel] = None
         return
     function = kernel.function_on(here.device)
     try:
@@ -210,6 +213,32 @@ def layer_kind(label: str) -> Iterator[None]:
         yield
     finally:
         _tally.layer_kind = before
+
+
+@contextmanager
+def seen() -> Iterator[Collection[Kernel]]:
+    """The kernels that this thread would launch meanwhile, were it not within shapes_only: those to prepare."""
+    before, _tally.seen = _tally.seen, {}
+    try:
+        yield _tally.seen
+    finally:
+        _tally.seen = before
+
+
+@contextmanager
+def count_apart() -> Iterator[dict[tuple[str, str], int]]:
+    """Meanwhile this thread's launches are counted in what is yielded, not among all."""
+    before, _tally.counts = _tally.counts, {}
+    try:
+        yield _tally.counts
+    finally:
+        _tally.counts = before
+
+
+def count(launches: Mapping[tuple[str, str], int]) -> None:
+    """Count launches that this thread did not make one by one."""
+    for key, n in launches.items():
+        _tally.counts[key] = _tally.counts.get(key, 0) + n
 
 
 def launch_counts() -> Counter[tuple[str, str]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rocline.hip_kernels.binding import BindError, is_shapes_only
-from rocline.hip_kernels.driver import Event, HostBuffer, copy_async
+from rocline.hip_kernels.driver import Event, HostBuffer, copy_async, refuse_in_capture
 
 PARTS, PART_BYTES = 4, 2 << 20  # 8 MiB: a few chunks' row tables, or the Engram rows of one
 
@@ -27,8 +27,10 @@ class Staging:
     def put(self, source: Tensor, target: Tensor) -> None:
         """Copy a host tensor to a contiguous one on the device, of the same shape, on the current stream.
 
-        What happens to source later does not matter. Raises BindError.
+        What happens to source later does not matter. Raises BindError, and HipError while a graph is captured: at its
+        launch the pinned memory would hold something else.
         """
+        refuse_in_capture(f"put of {source.nbytes} bytes")
         if source.shape != target.shape or source.dtype != target.dtype or not target.is_contiguous():
             raise BindError(
                 f"put: {list(source.shape)} {source.dtype} to {list(target.shape)} {target.dtype} with strides "
@@ -64,6 +66,7 @@ def fetch(tensor: Tensor) -> Tensor:
     """A copy in host memory of a tensor on the device, as it is at the current stream's end. Waits for that."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     if tensor.numel() and not is_shapes_only():
+        refuse_in_capture(f"fetch of {tensor.nbytes} bytes")
         source = tensor.contiguous()
         copy_async(out.data_ptr(), source.data_ptr(), out.nbytes)
         Event().record().synchronize()

@@ -6,6 +6,7 @@
 // one launch and in descending order in the next, so a missing barrier tends to give two answers. Workgroups are
 // spread over OS threads.
 #pragma once
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -361,6 +362,11 @@ struct Call {
   }
   static void entry(void* call) { ((Call*)call)->apply(std::index_sequence_for<Args...>()); }
 };
+// What the HIP double keeps of them while a graph is captured: their sizes, and 0 at the end.
+template <class... Args>
+constexpr std::array<size_t, sizeof...(Args) + 1> argument_bytes(void (*)(Args...)) {
+  return {sizeof(Args)..., 0};
+}
 template <class... Args>
 std::string launch_kernel(void (*kernel)(Args...), void** params, const Shape& shape) {
   Call<Args...> call{kernel, params};
@@ -381,6 +387,11 @@ std::string launch_kernel(void (*kernel)(Args...), void** params, const Shape& s
     if (what.empty()) return 0;                                                                                \
     strncpy(error, what.c_str(), error_bytes - 1);                                                             \
     return 1;                                                                                                  \
+  }                                                                                                            \
+  extern "C" {                                                                                                 \
+  extern __attribute__((visibility("default"))) const size_t* const name##__argument_bytes;                    \
+  static constexpr auto name##_argument_bytes = rl_cpu::argument_bytes(name);                                  \
+  const size_t* const name##__argument_bytes = name##_argument_bytes.data();                                   \
   }
 
 RL_DEV int rl_tid() { return rl_cpu::group->current; }

@@ -19,6 +19,8 @@ enum : hipError_t {
   hipErrorIllegalAddress = 700,
   hipErrorPeerAccessAlreadyEnabled = 704,
   hipErrorLaunchFailure = 719,
+  hipErrorStreamCaptureUnsupported = 900,
+  hipErrorStreamCaptureInvalidated = 901,
   hipErrorUnknown = 999,
 };
 

@@ -64,9 +64,11 @@ class CpuDouble:
 
 
 def _build(cache: Path, kind: str, links: Sequence[str], defines: Sequence[str] = ()) -> Path:
-    digest = _digest([kind, *links, *defines])
+    digest = _digest([kind, *links, *defines], [*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
     root = cache / f"{kind}-{digest[:16]}"
-    flags = [*FLAGS, *defines, f"-DRUNTIME_VERSION=0x{digest[:7]}"]
+    # Only of what compiled kernels depend on: they need not be made again for a change of the runtime's own.
+    version = _digest([kind], [SOURCES / "cpu_shim.h", SOURCES / f"libhiprtc_{kind}.cpp"])
+    flags = [*FLAGS, *defines, f"-DRUNTIME_VERSION=0x{version[:7]}"]
     (root / "lib").mkdir(parents=True, exist_ok=True)
     for library in ("libamdhip64", "libhiprtc"):
         target = root / "lib" / f"{library}.so"
@@ -80,11 +82,11 @@ def _build(cache: Path, kind: str, links: Sequence[str], defines: Sequence[str] 
     return root
 
 
-def _digest(words: Sequence[str]) -> str:
-    """Changes with the sources, the compiler and the processor: all that the doubles' compiled code depends on."""
+def _digest(words: Sequence[str], sources: Sequence[Path]) -> str:
+    """Changes with the words, the sources, the compiler and the processor."""
     macros = subprocess.run(
         ["g++", "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=True, capture_output=True
     ).stdout
     parts = [repr(words).encode(), macros]
-    parts += [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
+    parts += [path.read_bytes() for path in sorted(sources)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -1,7 +1,7 @@
 // libamdhip64.so without a GPU: the calls that rocline makes, over host memory and cpu_shim.h. A code object is the
 // host library that libhiprtc_cpu.cpp builds. Streams run at once, so every event is done when it is recorded, unless a
-// test holds them: see double_hold. Stricter than a card: a copy that leaves its allocation or names the wrong device is
-// an error, not damage.
+// test holds them: see double_hold. A graph is a list of what its stream was given while it was captured. Stricter than a
+// card: a copy that leaves its allocation or names the wrong device is an error, not damage.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +15,7 @@
 #include <mutex>
 #include <string>
 #include <unistd.h>
+#include <vector>
 
 #include "hip_abi.h"
 
@@ -83,9 +84,15 @@ struct Task {
   Passing after;  // nothing, or what must have passed
   std::function<void()> work;
 };
+struct Graph {
+  std::vector<std::function<hipError_t()>> nodes;  // in the order of their stream
+  bool is_broken = false;                          // by a call that no graph can hold
+};
 struct Stream : std::deque<Task> {
   int device = 0;
+  std::unique_ptr<Graph> captured;  // while it is captured
 };
+thread_local Stream* captures = nullptr;  // the stream that this thread captures
 std::recursive_mutex streams_mutex;
 std::list<Stream> streams(1);  // oldest first; the first is every device's null stream
 std::atomic<bool> held{false};
@@ -93,7 +100,12 @@ std::atomic<bool> held{false};
 Stream& stream_of(void* handle) { return handle ? *(Stream*)handle : streams.front(); }
 
 void enqueue(void* stream, std::function<void()> work, Passing after = nullptr) {
-  if (held) {
+  if (Graph* graph = stream_of(stream).captured.get()) {
+    graph->nodes.push_back([=] {
+      work();
+      return hipSuccess;
+    });
+  } else if (held) {
     std::lock_guard<std::recursive_mutex> hold(streams_mutex);
     stream_of(stream).push_back({after, work});
   } else if (work) {
@@ -114,6 +126,12 @@ void drain(bool newest_first = false) {
   while (newest_first ? std::any_of(streams.rbegin(), streams.rend(), step)
                       : std::any_of(streams.begin(), streams.end(), step)) {
   }
+}
+
+// Whether the calling thread captures, in which it must not wait for the device or change memory.
+bool breaks_capture() {
+  if (captures) captures->captured->is_broken = true;
+  return captures;
 }
 
 // Faults of copies between two devices, or a device and the host's memory, which is number kDevices.
@@ -146,6 +164,33 @@ struct Shape {  // rl_cpu's
   int step;
 };
 typedef int (*Launch)(void** params, const Shape* shape, char* error, size_t error_bytes);
+struct Function {
+  Launch launch;
+  const size_t* argument_bytes;  // 0 behind the last
+};
+
+hipError_t run_kernel(Launch launch, void** params, Shape shape) {
+  static std::atomic<unsigned> n_launches{0};
+  shape.step = n_launches++ % 2 ? -1 : 1;
+  char error[256] = "";
+  if (!launch(params, &shape, error, sizeof error)) return hipSuccess;
+  fprintf(stderr, "HIP double: %s\n", error);
+  return hipErrorLaunchFailure;
+}
+
+// The same launch later, of the arguments as they are now.
+std::function<hipError_t()> kernel_node(const Function& function, void** params, const Shape& shape) {
+  std::vector<std::vector<char>> arguments;
+  for (const size_t* n_bytes = function.argument_bytes; *n_bytes; ++n_bytes) {
+    const char* value = (const char*)params[arguments.size()];
+    arguments.emplace_back(value, value + *n_bytes);
+  }
+  return [=, launch = function.launch]() mutable {
+    std::vector<void*> pointers;
+    for (std::vector<char>& argument : arguments) pointers.push_back(argument.data());
+    return run_kernel(launch, pointers.data(), shape);
+  };
+}
 }  // namespace
 
 // For tests. While held, copies, fills and events stay queued on their streams; a call that waits for the device lets
@@ -197,13 +242,19 @@ HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned) {
   return again ? hipErrorPeerAccessAlreadyEnabled : hipSuccess;
 }
 
-HIP_EXPORT hipError_t hipMalloc(void** p, size_t n_bytes) { return allocate(p, n_bytes, current); }
+HIP_EXPORT hipError_t hipMalloc(void** p, size_t n_bytes) {
+  return breaks_capture() ? hipErrorStreamCaptureUnsupported : allocate(p, n_bytes, current);
+}
 HIP_EXPORT hipError_t hipFree(void* p) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   drain();
   return release(p);
 }
-HIP_EXPORT hipError_t hipHostMalloc(void** p, size_t n_bytes, unsigned) { return allocate(p, n_bytes, -1); }
+HIP_EXPORT hipError_t hipHostMalloc(void** p, size_t n_bytes, unsigned) {
+  return breaks_capture() ? hipErrorStreamCaptureUnsupported : allocate(p, n_bytes, -1);
+}
 HIP_EXPORT hipError_t hipHostFree(void* p) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   drain();
   return release(p);
 }
@@ -234,14 +285,17 @@ HIP_EXPORT hipError_t hipStreamDestroy(void* stream) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamSynchronize(void*) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   drain();
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamWaitEvent(void* stream, void* event, unsigned) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   enqueue(stream, nullptr, ((Event*)event)->mark);
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipDeviceSynchronize() {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   drain();
   return hipSuccess;
 }
@@ -254,6 +308,7 @@ HIP_EXPORT hipError_t hipEventDestroy(void* event) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventRecord(void* event, void* stream) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   if ((stream ? stream_of(stream).device : current) != ((Event*)event)->device) return hipErrorUnknown;  // as CUDA's
   const Passing mark = ((Event*)event)->mark = std::make_shared<Mark>();
   enqueue(stream, [=] {
@@ -263,10 +318,12 @@ HIP_EXPORT hipError_t hipEventRecord(void* event, void* stream) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventSynchronize(void*) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   drain();
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipEventQuery(void* event) {
+  if (breaks_capture()) return hipErrorStreamCaptureUnsupported;
   const Passing& mark = ((Event*)event)->mark;
   return !mark || mark->passed ? hipSuccess : hipErrorNotReady;
 }
@@ -303,20 +360,54 @@ HIP_EXPORT hipError_t hipModuleUnload(void* module) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipModuleGetFunction(void** function, void* module, const char* name) {
-  *function = dlsym(module, (std::string(name) + "__launch").c_str());
+  const Launch launch = (Launch)dlsym(module, (std::string(name) + "__launch").c_str());
+  const auto sizes = (const size_t* const*)dlsym(module, (std::string(name) + "__argument_bytes").c_str());
+  *function = launch && sizes ? new Function{launch, *sizes} : nullptr;  // as long as the process, as modules are
   return *function ? hipSuccess : hipErrorNotFound;
 }
 HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                             unsigned threads_x, unsigned threads_y, unsigned threads_z,
-                                            unsigned lds_bytes, void*, void** params, void**) {
+                                            unsigned lds_bytes, void* stream, void** params, void**) {
   if (!grid_x || !grid_y || grid_z != 1 || !threads_x || threads_x > kMaxThreads || threads_y != 1 ||
       threads_z != 1 || lds_bytes > kLdsBytes)
     return hipErrorInvalidValue;
+  const Shape shape = {grid_x, grid_y, (int)threads_x, lds_bytes, 1};
+  if (Graph* graph = stream_of(stream).captured.get()) {
+    graph->nodes.push_back(kernel_node(*(const Function*)function, params, shape));
+    return hipSuccess;
+  }
   drain();  // the arguments live no longer than this call
-  static std::atomic<unsigned> n_launches{0};
-  const Shape shape = {grid_x, grid_y, (int)threads_x, lds_bytes, n_launches++ % 2 ? -1 : 1};
-  char error[256] = "";
-  if (!((Launch)function)(params, &shape, error, sizeof error)) return hipSuccess;
-  fprintf(stderr, "HIP double: %s\n", error);
-  return hipErrorLaunchFailure;
+  return run_kernel(((const Function*)function)->launch, params, shape);
+}
+
+HIP_EXPORT hipError_t hipStreamBeginCapture(void* stream, int) {
+  if (!stream || captures || stream_of(stream).captured) return hipErrorStreamCaptureUnsupported;
+  captures = &stream_of(stream);
+  captures->captured = std::make_unique<Graph>();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamEndCapture(void* stream, void** graph) {
+  *graph = nullptr;
+  if (!captures || captures != stream) return hipErrorInvalidValue;
+  std::unique_ptr<Graph> captured = std::move(captures->captured);
+  captures = nullptr;
+  if (captured->is_broken) return hipErrorStreamCaptureInvalidated;
+  *graph = captured.release();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long) {
+  *executable = new Graph(*(const Graph*)graph);
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipGraphDestroy(void* graph) {
+  delete (Graph*)graph;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipGraphExecDestroy(void* executable) { return hipGraphDestroy(executable); }
+HIP_EXPORT hipError_t hipGraphLaunch(void* executable, void* stream) {
+  if (stream_of(stream).captured) return hipErrorStreamCaptureUnsupported;
+  drain();  // as a launch does
+  for (const std::function<hipError_t()>& node : ((const Graph*)executable)->nodes)
+    if (const hipError_t error = node()) return error;
+  return hipSuccess;
 }

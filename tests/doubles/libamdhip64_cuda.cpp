@@ -23,6 +23,8 @@ hipError_t error_of(CUresult result) {
     case CUDA_ERROR_ILLEGAL_ADDRESS: return hipErrorIllegalAddress;
     case CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED: return hipErrorPeerAccessAlreadyEnabled;
     case CUDA_ERROR_LAUNCH_FAILED: return hipErrorLaunchFailure;
+    case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: return hipErrorStreamCaptureUnsupported;
+    case CUDA_ERROR_STREAM_CAPTURE_INVALIDATED: return hipErrorStreamCaptureInvalidated;
     default: return hipErrorUnknown;
   }
 }
@@ -171,4 +173,24 @@ HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, uns
     return cuLaunchKernel((CUfunction)function, grid_x, grid_y, grid_z, threads_x, threads_y, threads_z, lds_bytes,
                           (CUstream)stream, params, extra);
   });
+}
+
+HIP_EXPORT hipError_t hipStreamBeginCapture(void* stream, int mode) {  // modes are CUDA's
+  return on_device([=] { return cuStreamBeginCapture((CUstream)stream, (CUstreamCaptureMode)mode); });
+}
+HIP_EXPORT hipError_t hipStreamEndCapture(void* stream, void** graph) {
+  *graph = nullptr;
+  return on_device([=] { return cuStreamEndCapture((CUstream)stream, (CUgraph*)graph); });
+}
+HIP_EXPORT hipError_t hipGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long flags) {
+  return on_device([=] { return cuGraphInstantiateWithFlags((CUgraphExec*)executable, (CUgraph)graph, flags); });
+}
+HIP_EXPORT hipError_t hipGraphDestroy(void* graph) {
+  return on_device([=] { return cuGraphDestroy((CUgraph)graph); });
+}
+HIP_EXPORT hipError_t hipGraphExecDestroy(void* executable) {
+  return on_device([=] { return cuGraphExecDestroy((CUgraphExec)executable); });
+}
+HIP_EXPORT hipError_t hipGraphLaunch(void* executable, void* stream) {
+  return on_device([=] { return cuGraphLaunch((CUgraphExec)executable, (CUstream)stream); });
 }
