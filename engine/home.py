@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from rocline.arena.completions import RecordCompletion
 from rocline.engine.config import LayerRole, TextConfig
 from rocline.engine.layers.attention import AttentionWeights
 from rocline.engine.layers.compressor import CompressorWeights
@@ -25,6 +26,7 @@ from rocline.engine.pages import PAGE_POSITIONS, PagePlanes
 from rocline.engine.row_checks import DeviceChecks, HostChecks, RowChecks
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import host_zeros
+from rocline.engine.steps import MemoryOf
 from rocline.engine.weights import LayerWeights, ModelWeights, SideWeights, WeightSource
 from rocline.hip_kernels.dispatch import Choice, Place, Shapes
 from rocline.hip_kernels.driver import Device, Event, Slab, Stream, devices
@@ -68,6 +70,9 @@ class Home(Protocol):
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
         """A stage's memory here. Raises HipError where it does not fit."""
 
+    def step_memory(self) -> MemoryOf | None:
+        """As in Steps.capture; None where steps are not captured: on the host, and where references run."""
+
     def planes(
         self, config: TextConfig, sources: Collection[int], n_pages: int, page_positions: int, scored: Collection[int]
     ) -> PagePlanes:
@@ -97,6 +102,9 @@ class HostHome:
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
         return StageMemory(arena_bytes, name=name, poison=poison)
+
+    def step_memory(self) -> MemoryOf | None:
+        return None
 
     def planes(
         self,
@@ -150,11 +158,20 @@ class HipHome:
         weakref.finalize(self, self.place.close).atexit = False
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
-        slab = self.place.device.allocate(arena_bytes)
+        return self._memory(arena_bytes, name, self.place.record_completion, poison)
+
+    def step_memory(self) -> MemoryOf | None:
+        """What steps lend is of one stream and goes back in its order: nothing is ever pending."""
+        return None if self.place.references else partial(self._memory, name="steps", record_completion=None)
+
+    def _memory(
+        self, n_bytes: int, name: str, record_completion: RecordCompletion | None, poison: bool = False
+    ) -> StageMemory:
+        slab = self.place.device.allocate(n_bytes)
         memory = StageMemory(
-            arena_bytes,
+            n_bytes,
             slab_u8=slab.tensor(),
-            record_completion=self.place.record_completion,
+            record_completion=record_completion,
             name=name,
             poison=poison,
             place=self.place,
@@ -221,6 +238,9 @@ class PaperHome(HostHome):
 
     def memory(self, arena_bytes: int, name: str, poison: bool = False) -> StageMemory:
         return StageMemory(arena_bytes, name=name, place=self.place)
+
+    def step_memory(self) -> MemoryOf | None:
+        return None if self.place.references else partial(self.memory, name="steps")
 
     def planes(
         self,

@@ -148,6 +148,13 @@ class Model:
             weights = load_weights(checkpoint, config.text_config, id_map, engram, advance)
         return cls(config, weights, home=home, **options)  # type: ignore[arg-type]
 
+    def capture_steps(self, most_rows: int) -> None:
+        """Capture decode steps of up to most_rows rows as in Stage, where the home does so. No sequence may be open."""
+        context = min(self.config.text_config.max_position_embeddings, self.pages.n_pages * self.pages.page_positions)
+        if memory_of := self.home.step_memory():
+            for stage in self.stages:
+                stage.capture_steps(memory_of, most_rows, context)
+
     def open(self) -> SequenceHandle:
         """A new, empty sequence."""
         handle = SequenceHandle(next(self._numbers), array("i"), [])

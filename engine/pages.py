@@ -90,6 +90,7 @@ class PagePlanes:
                 f"page_positions = {page_positions}: must be even and a multiple of "
                 f"candidate_block_size = {config.candidate_block_size}"
             )
+        self.page_positions = page_positions
         self.row_format = RowFormat("compressed", config.head_dim)
         self.key_format = RowFormat("index_key", config.index_head_dim)
         rows_per_page = {source: page_positions // config.compress_ratios[source] for source in sources}

@@ -22,6 +22,7 @@ from rocline.arena.room import Room
 from rocline.arena.scope import leaked_since
 from rocline.arena.spans import ArenaFull, Span, TakenIn
 from rocline.engine.rehearsal import Key, Request, Run, Script, n_bytes_of
+from rocline.hip_kernels.device_memory import put as put_on_device
 from rocline.hip_kernels.device_memory import upload as upload_to_device
 from rocline.hip_kernels.dispatch import Place
 from rocline.hip_kernels.paper import PaperPlace
@@ -299,6 +300,12 @@ def use(memory: StageMemory) -> Iterator[None]:
         _thread.memory = before
 
 
+def memory() -> StageMemory:
+    """What this thread uses."""
+    assert _thread.memory is not None, "outside of scratch.use"
+    return _thread.memory
+
+
 def _view(typed: dict[torch.dtype, Tensor], offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The bytes from offset on as a contiguous tensor; typed holds the whole slab in every dtype."""
     strides, step = [], 1
@@ -336,6 +343,11 @@ def upload(tensor: Tensor) -> Tensor:
 def upload_together(*tensors: Tensor) -> Sequence[Tensor]:
     """upload for several small ones, on their way in one piece."""
     return upload_to_device(tensors) if is_on_device() else tensors
+
+
+def put(tensor: Tensor, into: Tensor) -> None:
+    """Copy a host tensor to one of the device's that this thread works on. Nobody waits."""
+    put_on_device(tensor, into)
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -154,6 +154,20 @@ class SequenceState:
         """[n_pages] the page table as operators read it."""
         return torch.tensor(self.page_table[:], dtype=torch.int32)  # a copy: its owner may be appending to it
 
+    def add_row(self, position: int, windows: Iterable[int], pairs: Iterable[int], window: int) -> None:
+        """Move rings past a row that a captured step writes into them.
+
+        Raises RuntimeError where they do not hold what it reads: `window` rows of which it is the last, and the token
+        that it closes a pair with.
+        """
+        for layer in windows:
+            self.windows[layer].check(max(0, position - window + 1), position)
+            self.windows[layer].note(position, 1)
+        for side in pairs:
+            if position % 2:
+                self.pairs[side].check(position - 1, position)
+            self.pairs[side].note(position, 1)
+
     def truncate(self, length: int) -> None:
         for ring in (*self.windows.values(), *self.pairs.values()):
             ring.truncate(length)
@@ -169,3 +183,15 @@ class SequenceState:
         for rings, of_kind in zip((self.windows, self.pairs), saved, strict=True):
             for layer, ring in rings.items():
                 ring.restore(of_kind[layer])
+
+
+def stand_in(windows: Mapping[int, RingRoom], pairs: Mapping[int, RingRoom], window: int) -> SequenceState:
+    """State of a sequence that has a row, and nothing of its own to keep it in."""
+    state = SequenceState(
+        ring_number=0,
+        windows={layer: room.ring(0) for layer, room in windows.items()},
+        pairs={side: room.ring(0) for side, room in pairs.items()},
+        page_table=[0],
+    )
+    state.add_row(0, state.windows, state.pairs, window)
+    return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,17 @@ from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import Route, StageLayers
 from rocline.engine.row_tables import RingPlaces, RowTables, TableMaker
 from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import RingData, RingNumbers, RingRoom, Rings, SequenceState, host_zeros, ring_slots
+from rocline.engine.sequence import (
+    RingData,
+    RingNumbers,
+    RingRoom,
+    Rings,
+    SequenceState,
+    host_zeros,
+    ring_slots,
+    stand_in,
+)
+from rocline.engine.steps import MemoryOf, StepRoom, Steps
 from rocline.engine.weights import LayerWeights, SideWeights
 from rocline.hip_kernels.attention_hip import Selected, Windows
 from rocline.hip_kernels.formats import RowFormat
@@ -96,6 +107,7 @@ class Stage:
         ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
         self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
+        self.steps = Steps(self.config, self.visits, rope, self._layers, self.sequences)
 
     def _ring_rooms(
         self, ring_data: RingData, sequences_at_once: int | None
@@ -127,6 +139,18 @@ class Stage:
     def close(self, sequence: int) -> None:
         """Forget a sequence. Its pages are their owner's to give back."""
         self._ring_numbers.give_back(self.sequences.pop(sequence).ring_number)
+
+    def capture_steps(self, memory_of: MemoryOf, most_rows: int, context: int) -> None:
+        """Capture decode steps of up to most_rows rows, for sequences of up to `context` positions, on a device.
+
+        memory_of  as in Steps.capture
+
+        No sequence may be open: what is tried writes into rings and pages. Raises HipError, CompileError.
+        """
+        tables = {n: w.engram.table for n, w in self.weights.items() if isinstance(w, LayerWeights) and w.engram}
+        room = StepRoom(most_rows, -(-context // self.planes.page_positions), context)
+        made_up = partial(stand_in, self._windows, self._pairs, self.config.sliding_window)
+        self.steps.capture(self.memory, memory_of, made_up, tables, room)
 
     def snapshot(self, sequence: int) -> Rings:
         """The rings as they are, in host memory. Waits for the device."""
@@ -174,13 +198,30 @@ class Stage:
                     self._sides.store(fresh)
                     self._last_keys = fresh.source
             rows = self._forwarded(rows, route)
-            running = _Running(rows, self._tables(rows))
-            for at, layer in enumerate(work.steps):
-                if at:
-                    between()
-                running = self._step(work, layer, running, record)
-            rows = self._forwarded(running.mixed().rows, route)
+            if record is ignore and (step := self.steps.find(visit, rows)):
+                for span in rows.spans:
+                    state, window = self.sequences[span.sequence], self.config.sliding_window
+                    state.add_row(span.start, work.layers, work.kv_sides & self._pairs.keys(), window)
+                rows = self.steps.run(step, rows)
+            else:
+                rows = self._layers(visit, rows, self._tables(rows), between, record)
             return replace(rows, lease=self.memory.lease(rows.tensors()))
+
+    def _layers(
+        self,
+        visit: int,
+        rows: HandOff,
+        tables: RowTables,
+        between: Callable[[], None] = lambda: None,
+        record: Recorder = ignore,
+    ) -> HandOff:
+        """A visit's layers, with their temporaries in this thread's memory."""
+        work, running = self.visits[visit], _Running(rows, tables)
+        for at, layer in enumerate(work.steps):
+            if at:
+                between()
+            running = self._step(work, layer, running, record)
+        return self._forwarded(running.mixed().rows, self.routes[visit])
 
     def _tables(self, rows: HandOff) -> RowTables:
         return self._tables_of(rows.spans, [self.sequences[span.sequence] for span in rows.spans])
@@ -190,17 +231,18 @@ class Stage:
         spent = [fresh for fresh in rows.fresh if fresh.source not in route.forwards]
         if not spent:
             return rows
-        self.memory.free(tensor for fresh in spent for tensor in (fresh.rows_u8, fresh.keys_u8))
+        scratch.memory().free(tensor for fresh in spent for tensor in (fresh.rows_u8, fresh.keys_u8))
         return replace(rows, fresh=tuple(fresh for fresh in rows.fresh if fresh.source in route.forwards))
 
     def _step(self, work: StageLayers, layer: int, rows: _Running, record: Recorder) -> _Running:
         """One layer; of its temporaries only what runs on stays, and of the old ones what that still refers to."""
-        with self.memory.scope(), layer_kind(self.config.layers[layer].kind):
+        memory = scratch.memory()
+        with memory.scope(), layer_kind(self.config.layers[layer].kind):
             new = self._run_layer(work, layer, rows, record)
             before = {tensor.data_ptr() for tensor in rows.tensors()}
-            self.memory.keep(tensor for tensor in new.tensors() if tensor.data_ptr() not in before)
+            memory.keep(tensor for tensor in new.tensors() if tensor.data_ptr() not in before)
         after = {tensor.data_ptr() for tensor in new.tensors()}
-        self.memory.free(tensor for tensor in rows.tensors() if tensor.data_ptr() not in after)
+        memory.free(tensor for tensor in rows.tensors() if tensor.data_ptr() not in after)
         return new
 
     def _run_layer(self, work: StageLayers, layer: int, running: _Running, record: Recorder) -> _Running:

@@ -62,3 +62,8 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
         outs.append(here_u8[place].view(tensor.dtype).view(tensor.shape))
     here.staging.put(together_u8, here_u8)
     return outs
+
+
+def put(source: Tensor, target: Tensor) -> None:
+    """Copy a host tensor to one on the device of this thread's work, as Staging.put."""
+    here.staging.put(source, target)

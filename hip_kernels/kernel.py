@@ -127,7 +127,10 @@ def compiler() -> Compiler:
 
 
 def prepare(kernels: Iterable[Kernel], progress: Callable[[int, int, str], None] | None = None) -> None:
-    """Compile and load kernels on every device, so that no launch has to; see Compiler.prepare for progress."""
+    """Compile and load kernels on every device, so that no launch has to; see Compiler.prepare for progress. Within
+    shapes_only nobody launches any."""
+    if is_shapes_only():
+        return
     kernels = list(kernels)
     archs = dict.fromkeys(device.arch for device in devices())
     compiler().prepare((kernel.request(arch) for kernel in kernels for arch in archs), progress)

@@ -44,6 +44,15 @@ class Assembly:
     weights: tuple[ModelWeights, ...]
     transport: Transport
 
+    def capture_steps(self, most_rows: int, context: int) -> None:
+        """Capture every stage's decode steps of up to most_rows rows, where that is done. No sequence may be open.
+
+        Raises HipError, CompileError.
+        """
+        for stage, home in zip(self.stages, self.homes, strict=True):
+            if memory_of := home.step_memory():
+                stage.capture_steps(memory_of, most_rows, context)
+
 
 def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int) -> Layout:
     """Raises PlacementError when the model cannot be cut as `options` say or does not fit, HipError without a GPU."""

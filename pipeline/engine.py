@@ -145,6 +145,7 @@ class Engine:
             worker.start()
         if options.device == "hip" if warms_up is None else warms_up:
             try:
+                self._assembly.capture_steps(options.running, self.context)
                 warm_up(partial(self._take, State.STARTING), options, self.context, text.vocab_size)
             except BaseException:
                 self.close()

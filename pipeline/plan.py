@@ -22,6 +22,7 @@ from rocline.engine.pages import PAGE_POSITIONS
 from rocline.engine.sequence import REWIND_ROWS
 from rocline.engine.shapes import SLAB_BYTES, prefill_traces
 from rocline.engine.stage import StageLayers
+from rocline.engine.steps import STEP_ROWS
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.index_select import Workspace
 from rocline.pipeline.costs import CostModel, scored_sources
@@ -33,7 +34,6 @@ MAX_ARENA_BYTES = 3 * GIB
 KV_TOKENS = 2 << 20
 MAX_SEQUENCES = 64
 LEAST_CHUNK_ROWS = 256  # worth advising: below, reading the experts takes most of a chunk's time
-STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)  # padded row counts with a captured step each
 RUNTIME_BYTES = GIB // 2  # assumed, a device: HIP context, code objects, torch
 GRAPH_BYTES = 4 << 20  # assumed, a captured step of one visit
 WAITING_HANDOFFS = 1  # of each visit: made, and not yet copied by its receiver
@@ -311,13 +311,14 @@ def _refusal(config: ModelConfig, request: Request) -> str:
         f"{devices[least].headroom / GIB:.2f} GiB of headroom, want {HEADROOM_FLOOR_BYTES / GIB:.1f} "
         f"(GiB: {devices[least]}); "
     )
-    for flag, changed in _remedies(replace(request, drafts=drafts), devices[least]):
+    most_devices = min(MAX_STAGES, config.text_config.num_hidden_layers)
+    for flag, changed in _remedies(replace(request, drafts=drafts), devices[least], most_devices):
         if _fit(config, changed):
             return why + f"{flag} fits"
     return why + "no one flag is enough: take more or larger devices"
 
 
-def _remedies(request: Request, fullest: DeviceMemory) -> Iterator[tuple[str, Request]]:
+def _remedies(request: Request, fullest: DeviceMemory, most_devices: int) -> Iterator[tuple[str, Request]]:
     """Single flags that might help, the cheapest for the user first."""
     short_bytes = HEADROOM_FLOOR_BYTES - fullest.headroom
     if request.drafts == "on":
@@ -328,7 +329,7 @@ def _remedies(request: Request, fullest: DeviceMemory) -> Iterator[tuple[str, Re
                 yield f"--kv-tokens {kv_tokens}", replace(request, kv_tokens=kv_tokens)
     if short_bytes < fullest.arena and request.chunk_rows > LEAST_CHUNK_ROWS:
         yield f"--chunk-rows {LEAST_CHUNK_ROWS}", replace(request, chunk_rows=LEAST_CHUNK_ROWS)
-    for n_devices in range(request.n_devices + 1, MAX_STAGES + 1):
+    for n_devices in range(request.n_devices + 1, most_devices + 1):
         more = replace(request, n_devices=n_devices, n_stages=max(n_devices, request.n_stages))
         yield f"--devices {n_devices}x{request.device_bytes / GIB:g}GiB", more
     for extra_bytes in (short_bytes, 2 * short_bytes):

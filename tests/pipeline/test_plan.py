@@ -9,11 +9,17 @@ import pytest
 
 from rocline.arena.replay import plan as smallest_slab
 from rocline.engine.config import ModelConfig
+from rocline.engine.home import PaperHome
 from rocline.engine.layout import expected_tensors
+from rocline.engine.model import Model
 from rocline.engine.release import RELEASE_CONFIG, release_config
+from rocline.engine.shapes import shape_weights
+from rocline.engine.steps import STEP_ROWS
+from rocline.hip_kernels.binding import shapes_only
 from rocline.pipeline.placement import PlacementError
 from rocline.pipeline.plan import (
     GIB,
+    GRAPH_BYTES,
     HEADROOM_FLOOR_BYTES,
     MAX_SEQUENCES,
     Request,
@@ -118,6 +124,32 @@ def test_a_refusal_has_the_numbers_and_a_flag_that_helps(changes, flag):
     else:
         better = replace(request, device_bytes=advised * GIB)
     assert make_plan(RELEASE, better).memory
+
+
+def test_no_more_cards_are_advised_than_there_are_layers():
+    few = replace(EIGHT, n_devices=5, n_stages=5, device_bytes=GIB, context=4096, kv_tokens=4096)
+    with pytest.raises(PlacementError, match=r"5 layers on 5 devices of 1.0 GiB: .* --devices 5x\d+GiB fits"):
+        make_plan(MICRO, few)
+
+
+def test_captured_steps_take_what_is_planned():
+    """All of a card's at once: of 64 rows of as long a context as there is, on paper."""
+    plan = make_plan(RELEASE, EIGHT)
+    device = max(range(8), key=lambda number: len(plan.placement.stages[number].visits[0].layers))
+    visits = [visit for stage in plan.placement.stages if stage.device == device for visit in stage.visits]
+    with shapes_only():
+        home = PaperHome(RELEASE.text_config)
+        cut = [visit for stage in plan.placement.stages for visit in stage.visits]
+        cut.sort(key=lambda visit: min(visit.steps))
+        weights = shape_weights(RELEASE)
+        model = Model(RELEASE, weights, cut, kv_tokens=EIGHT.context, arena_bytes=1 << 30, home=home)
+        memory_of = home.step_memory()
+        stages = [stage for stage in model.stages if stage.visits[0] in visits]
+        for stage in stages:
+            stage.capture_steps(memory_of, STEP_ROWS[-1], EIGHT.context)
+    assert len(stages) == 2
+    steps_bytes = max(stage.steps.n_bytes for stage in stages)  # both visits of one stage share it
+    assert 0 < steps_bytes <= plan.memory[device].graphs - GRAPH_BYTES * len(STEP_ROWS) * len(visits)
 
 
 @pytest.mark.parametrize(
