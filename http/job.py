@@ -84,6 +84,12 @@ class Choice:
         return len(self.stream.request.prompt_ids)
 
     @property
+    def began_s(self) -> float:
+        """time.monotonic() when the engine took it up; when it was submitted, where its end does not say."""
+        summary = self.stream.summary
+        return self.stream.submitted_s + (summary.admitted_s or 0.0 if summary else 0.0)
+
+    @property
     def cached_tokens(self) -> int:
         return self.stream.summary.cached_tokens if self.stream.summary else 0
 

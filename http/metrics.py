@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rocline.http.job import Choice, Job
-from rocline.pipeline.stats import StageStats, State, Stats
+from rocline.pipeline.stats import MemoryStats, StageStats, State, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -26,8 +26,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         self._registry = registry = CollectorRegistry()
-        self.headroom_bytes: dict[int, int] = {}  # by device
-        registry.register(_EngineFigures(stats, self.headroom_bytes))
+        registry.register(_EngineFigures(stats))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=registry)
@@ -70,8 +69,8 @@ class Metrics:
 class _EngineFigures(Collector):
     """Reads the engine at scrape time, so nothing is kept up to date in between."""
 
-    def __init__(self, stats: Callable[[], Stats | None], headroom_bytes: dict[int, int]) -> None:
-        self._stats, self._headroom_bytes = stats, headroom_bytes
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        self._stats = stats
         self._scraped: tuple[float, dict[int, float]] = (0.0, {})  # (uptime_s, busy_s by stage) last time
 
     def collect(self) -> Iterator[Metric]:
@@ -90,7 +89,7 @@ class _EngineFigures(Collector):
         yield CounterMetricFamily("rocline_engram_wait_seconds", "Waits for Engram rows", value=stats.engram_wait_s)
         yield _gauge("rocline_kv_pages", "KV pages", stats.n_pages)
         yield _gauge("rocline_kv_pages_free", "KV pages that no request holds", stats.free_pages)
-        yield _by("rocline_headroom_bytes", "Free memory", "device", self._headroom_bytes)
+        yield from _memory(stats.memory)
         yield from self._stages(stats.stages, stats.uptime_s)
 
     def _stages(self, stages: tuple[StageStats, ...], uptime_s: float) -> Iterator[Metric]:
@@ -110,6 +109,22 @@ class _EngineFigures(Collector):
             yield _by(f"rocline_arena_{name}", f"Arena: {name}", "device", summed(name))
         for name in _ARENA_COUNTS:
             yield _by(f"rocline_arena_{name}", f"Arena: {name}", "device", summed(name), CounterMetricFamily)
+
+
+def _memory(memory: tuple[MemoryStats, ...]) -> Iterator[Metric]:
+    """What cannot be read now is absent: its last figure would look as if all were well."""
+    named = {"host" if each.device is None else str(each.device): each for each in memory}
+    free = {name: each.free_bytes for name, each in named.items() if each.free_bytes is not None}
+    least = {name: each.min_free_bytes for name, each in named.items() if each.min_free_bytes is not None}
+    yield _by("rocline_headroom_bytes", "Free memory, whoever uses the rest", "device", free)
+    yield _by("rocline_headroom_min_bytes", "The least of it since the start", "device", least)
+    totals = {name: each.total_bytes for name, each in named.items()}
+    yield _by("rocline_memory_bytes", "Memory", "device", totals)
+    cards = GaugeMetricFamily("rocline_card", "Which card a device is", labels=["device", "pci_id"])
+    for name, each in named.items():
+        if each.pci_id:
+            cards.add_metric([name, each.pci_id], 1)
+    yield cards
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

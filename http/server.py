@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 from aiohttp import web
 
 from rocline.http.app import make_app
@@ -144,6 +143,7 @@ class Server:
         if ticker.done():
             ticker.result()
             await self._say_goodbye()
+            await asyncio.to_thread(engine.headroom.close)  # no look at a card while the runtime is torn down
             return EXIT_ENGINE_FAILED  # its threads may hang: it is not closed
         await self._drain(engine)
         ticker.cancel()
@@ -172,7 +172,6 @@ class Server:
         logged_s = 0.0
         while True:
             stats = engine.stats()
-            self._sample_headroom(stats)
             if stats.state is State.FAILED:
                 log("failed", error=stats.reason)
                 notify(f"STATUS=failed: {stats.reason}")
@@ -197,15 +196,9 @@ class Server:
             output_tokens=stats.output_tokens,
             free_pages=stats.free_pages,
             busy_s=[round(stage.busy_s, 3) for stage in stats.stages],
-            min_headroom_bytes=self._serving.min_headroom_bytes,
+            headroom_bytes=[memory.free_bytes for memory in stats.memory],
+            min_headroom_bytes=stats.min_headroom_bytes,
         )
-
-    def _sample_headroom(self, stats: Stats) -> None:
-        """On the CPU the host's memory is what all stages share."""
-        free_bytes = psutil.virtual_memory().available
-        serving = self._serving
-        serving.min_headroom_bytes = min(free_bytes, serving.min_headroom_bytes or free_bytes)
-        serving.metrics.headroom_bytes.update(dict.fromkeys({stage.device for stage in stats.stages}, free_bytes))
 
     async def _drain(self, engine: EngineApi) -> None:
         serving = self._serving

@@ -24,6 +24,7 @@ from rocline.http.metrics import Metrics
 from rocline.http.output import OutputText
 from rocline.http.pool import PromptPool
 from rocline.http.settings import Settings, body_limit
+from rocline.pipeline.headroom import Headroom
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import EngineError, NotReady, QueueFull, Request, TooLong
 from rocline.pipeline.stats import State, Stats
@@ -43,6 +44,8 @@ class EngineApi(Protocol):
     def context(self) -> int: ...
     @property
     def options(self) -> Options: ...
+    @property
+    def headroom(self) -> Headroom: ...
     def submit(self, request: Request) -> Stream: ...
     def stats(self) -> Stats: ...
     def drain(self, timeout_s: float) -> bool: ...
@@ -77,7 +80,6 @@ class Serving:
         self.engine: EngineApi | None = None
         self.jobs: dict[str, Job] = {}
         self.metrics = Metrics(self.stats)
-        self.min_headroom_bytes: int | None = None
         self._n_preparing = 0
         self._reapers: set[asyncio.Task[None]] = set()
 
@@ -180,7 +182,7 @@ class Serving:
             **choice.figures(job.arrived_s),
             chunk_rows=engine.options.chunk_rows if engine else None,
             device_allocs=sum(s.arena.device_allocs for s in stats.stages) if stats else None,
-            min_headroom_bytes=self.min_headroom_bytes,
+            min_headroom_bytes=engine.headroom.minimum_since(choice.began_s) if engine else None,
             reason=reason,
             **({"error": str(error)} if error else {}),
         )

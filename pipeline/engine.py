@@ -34,6 +34,7 @@ from rocline.engine.sampling import SamplerState
 from rocline.engine.weights import ModelWeights, StoredWeights, WeightSource
 from rocline.pipeline.assembly import Assembly, assemble, lay_out
 from rocline.pipeline.costs import CostModel
+from rocline.pipeline.headroom import Headroom, sources
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import (
     EngineError,
@@ -121,7 +122,6 @@ class Engine:
         self._opened_s = time.monotonic()
 
         model = CostModel(config)
-        n_pages = -(-kv_tokens // page_positions)
         limits = Limits(
             chunk_rows=options.chunk_rows,
             mixed_chunk_rows=min(options.mixed_chunk_rows, options.chunk_rows),
@@ -131,11 +131,12 @@ class Engine:
             reserve_tokens=options.reserve_tokens,
             n_groups=lambda n: options.groups or best_groups(model, self.placement, n),
         )
-        self._pages = Pages(n_pages, page_positions)
+        self._pages = Pages(-(-kv_tokens // page_positions), page_positions)
         self._assembly = assemble(config, source, options, layout, self._pages, poison)
         self._schedule = Schedule(limits, self._pages, partial(reach_for, text))
         self._timeline = Timeline(options.stages)
         self._watchdog = Watchdog(options.stages, self._on_hang, floor_s=hang_floor_s)
+        self.headroom = Headroom(sources(layout.device_indices))
         self._workers = self._make_workers(self._assembly)
         tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
         self._ahead = EngramAhead(tables) if tables else None
@@ -231,15 +232,14 @@ class Engine:
         """This moment's figures, without waiting for the stages."""
         self._look()
         with self._lock:
-            schedule = self._schedule
             return Stats(
                 state=self._state,
                 reason=self._reason,
                 uptime_s=time.monotonic() - self._opened_s,
-                queued=schedule.queued,
-                prefilling=schedule.prefilling,
-                decoding=schedule.decoding,
-                paused=schedule.paused,
+                queued=self._schedule.queued,
+                prefilling=self._schedule.prefilling,
+                decoding=self._schedule.decoding,
+                paused=self._schedule.paused,
                 running_limit=self.options.running,
                 queue_limit=self.options.queue,
                 ended=dict(self._ended),
@@ -250,6 +250,7 @@ class Engine:
                 free_pages=self._pages.n_free,
                 page_positions=self._pages.page_positions,
                 stages=tuple(map(_stage_stats, self._workers)),
+                memory=self.headroom.readings(),
             )
 
     def timeline(self) -> Intervals:
@@ -281,6 +282,7 @@ class Engine:
                 self._state = State.CLOSED
         stopped = [worker.close(CLOSE_S) for worker in self._workers]
         self._watchdog.close()
+        self.headroom.close()
         if self._ahead:
             self._ahead.close()
         if all(stopped):

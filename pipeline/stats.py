@@ -33,6 +33,25 @@ class StageStats:
 
 
 @dataclass(frozen=True)
+class MemoryStats:
+    """Memory of one device, as pipeline/headroom.py sees it, whoever uses it.
+
+    device          of the placement; None: the host, which all stages on it share
+    pci_id          of the card, as sysfs spells it; empty for the host
+    free_bytes      now; None where it cannot be read, for which `error` has the reason
+    min_free_bytes  the least since the start; min_free_at_s is the time.time() of it
+    """
+
+    device: int | None
+    pci_id: str
+    free_bytes: int | None
+    total_bytes: int
+    min_free_bytes: int | None
+    min_free_at_s: float | None
+    error: str
+
+
+@dataclass(frozen=True)
 class Stats:
     """Requests by phase, counters since the start, pages, and each stage.
 
@@ -57,3 +76,10 @@ class Stats:
     free_pages: int
     page_positions: int
     stages: tuple[StageStats, ...]
+    memory: tuple[MemoryStats, ...]
+
+    @property
+    def min_headroom_bytes(self) -> int | None:
+        """The least that any of them had free since the start; None if nothing could ever be read."""
+        lows = [memory.min_free_bytes for memory in self.memory if memory.min_free_bytes is not None]
+        return min(lows, default=None)

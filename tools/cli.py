@@ -29,6 +29,7 @@ COMMANDS = {
     "conform": Command("rocline.tools.conform", "check this build against a folder of golden data"),
     "trace": Command("rocline.tools.trace", "draw what stages take from their arenas, and their work over time"),
     "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
+    "vram": Command("rocline.tools.vram", "watch the cards' memory and sensors, ten times a second"),
     "demo-checkpoint": Command("rocline.tools.demo_checkpoint", "write a small checkpoint of the model"),
 }
 

@@ -13,6 +13,7 @@ from rocline.engine.config import ModelConfig
 from rocline.engine.digest import ids_sha256
 from rocline.engine.generation import check_prompt
 from rocline.engine.sampling import SamplerState
+from rocline.pipeline.headroom import Headroom, Memory, Source
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import (
     EngineError,
@@ -80,6 +81,7 @@ class FakeEngine:
     gate      clear it to stop all steps
     cancels   numbers of requests whose cancel came while they ran
     steps     chunks and decode steps so far
+    memory    of its one card, and what each look at it finds
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class FakeEngine:
         self.gate.set()
         self.cancels: list[int] = []
         self.steps = 0
+        self.memory = Memory(3 << 30, 48 << 30)
+        self.headroom = Headroom([Source(0, "0000:03:00.0", lambda: self.memory)], interval_s=None)
         self.fail_next: str | None = None
         self._lock = threading.Condition()
         self._state, self._reason = State.READY, ""
@@ -160,6 +164,7 @@ class FakeEngine:
                         arena=ArenaStats(**_ARENA),
                     ),
                 ),
+                memory=self.headroom.readings(),
             )
 
     def drain(self, timeout_s: float) -> bool:

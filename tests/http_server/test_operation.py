@@ -15,6 +15,8 @@ from wire import frames
 
 from rocline.http import server as server_module
 from rocline.http.server import EXIT_ENGINE_FAILED, EXIT_FAILED, notify
+from rocline.pipeline.headroom import Headroom, Memory, Source
+from rocline.pipeline.options import Options
 from rocline.pipeline.stats import State
 
 SECRET = "a most secret sentence"
@@ -125,11 +127,37 @@ def test_metrics(serve):
     for phase in ("queued", "prefill", "decode", "paused"):
         assert told["rocline_requests_now", ("phase", phase)] == 0
     assert told[("rocline_kv_pages_free",)] == 16
-    assert told["rocline_headroom_bytes", ("device", "0")] > 0
     assert told["rocline_stage_busy_seconds_total", ("stage", "0")] == 0.5
     assert told["rocline_stage_busy_ratio", ("stage", "0")] == 0
     assert told["rocline_arena_used_bytes", ("device", "0")] == 1
     assert told["rocline_arena_device_allocs_total", ("device", "0")] == 1
+
+
+def test_headroom_by_device(serve):
+    """A card that cannot be read has no figure of now, and does not hide the host's."""
+    server, free = serve(), [Memory(3 << 30, 48 << 30), Memory(9 << 30, 64 << 30)]
+
+    def card():
+        if free[0] is None:
+            raise OSError("gone")
+        return free[0]
+
+    both = [Source(0, "0000:03:00.0", card), Source(None, "", lambda: free[1])]
+    server.engine.headroom = headroom = Headroom(both, interval_s=None)
+    free[:] = Memory(2 << 30, 48 << 30), Memory(8 << 30, 64 << 30)
+    headroom.sample()
+    free[:] = None, Memory(10 << 30, 64 << 30)
+    headroom.sample()
+    told = metrics(server)
+
+    def of(name):
+        return {labels[0][1]: value for (sample, *labels), value in told.items() if sample == name}
+
+    assert of("rocline_headroom_bytes") == {"host": 10 << 30}
+    assert of("rocline_headroom_min_bytes") == {"0": 2 << 30, "host": 8 << 30}
+    assert of("rocline_memory_bytes") == {"0": 48 << 30, "host": 64 << 30}
+    assert told["rocline_card", ("device", "0"), ("pci_id", "0000:03:00.0")] == 1
+    assert len([sample for sample, *_ in told if sample == "rocline_card"]) == 1
 
 
 # Logs
@@ -155,6 +183,36 @@ def test_a_request_has_one_line_with_its_figures_and_no_text(server, capfd, spea
     assert (line["route"], line["reason"], line["chunk_rows"]) == ("/v1/chat/completions", "stop", 1024)
     assert line["output_tokens"] == len(speaker.ids(SECRET)) + 1
     assert re.fullmatch("[0-9a-f]{64}", line["output_ids_sha256"])
+
+
+def test_a_request_is_told_the_least_headroom_while_it_ran(serve, capfd):
+    """Not what was least before it began, nor while it waited for others."""
+    server = serve(options=Options(running=1))
+    engine, threads = server.engine, []
+
+    def ask(n):
+        body = {"prompt": [300], "max_tokens": n}
+        threads.append(threading.Thread(target=server.post, args=("/v1/completions", body)))
+        threads[-1].start()
+        wait_until(lambda: engine.n_active == len(threads))
+
+    def finds(*gib):
+        for free_gib in gib:
+            engine.memory = Memory(free_gib << 30, 48 << 30)
+            engine.headroom.sample()
+
+    finds(1, 9)
+    engine.gate.clear()
+    ask(2)
+    finds(8)
+    ask(3)
+    finds(4, 7)
+    engine.gate.set()
+    for thread in threads:
+        thread.join(10)
+    wait_until(server.quiet)
+    told = {line["output_tokens"]: line["min_headroom_bytes"] for line in lines(capfd, "request")}
+    assert told == {2: 4 << 30, 3: 7 << 30}
 
 
 def test_broken_requests_and_handlers_log_no_text(server, capfd, monkeypatch):
@@ -197,6 +255,7 @@ def test_one_line_at_the_start_and_one_now_and_then(serve, capfd, monkeypatch):
     running = lines(capfd, "running")
     assert 2 <= len(running) <= 4
     assert running[0]["prefilling"] == 1
+    assert (running[0]["headroom_bytes"], running[0]["min_headroom_bytes"]) == ([3 << 30], 3 << 30)
 
 
 # The end

@@ -128,6 +128,22 @@ def test_nothing_is_allocated_while_it_serves(engines, asks):
     assert counts() == before
 
 
+def test_headroom_is_the_cards_own(engines, asks):
+    """And nothing that is served takes of it."""
+    way = {"stages": 3, "devices": min(2, len(devices()))}
+    before = [device.memory().free_bytes for device in devices()]
+    engine = engines(**way)
+    opened = engine.stats().memory
+    check(engine.submit(asks[0].request), asks[0])
+    began_s = time.monotonic()
+    engine.headroom.sample()
+    for number, reading in enumerate(engine.stats().memory):
+        memory = devices()[number].memory()
+        assert (reading.device, reading.total_bytes, reading.error) == (number, memory.total_bytes, "")
+        assert reading.free_bytes == memory.free_bytes == opened[number].free_bytes < before[number]
+    assert engine.headroom.minimum_since(began_s) == min(reading.free_bytes for reading in opened)
+
+
 def test_the_first_request_finds_everything_made(engines, asks, caplog, hip_device):
     """No kernel is compiled or loaded by it, and what warmed the engine up is in no figure. More may run than there are
     pages for, and nothing may wait.
