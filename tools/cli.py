@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": Command("rocline.tools.demo", "serve a small checkpoint and show what it does"),
     "generate": Command("rocline.tools.generate", "continue a prompt, streaming the text to the terminal"),
     "conform": Command("rocline.tools.conform", "check this build against a folder of golden data"),
+    "bench": Command("rocline.tools.bench", "measure a server by the published protocols, over HTTP"),
     "trace": Command("rocline.tools.trace", "draw what stages take from their arenas, and their work over time"),
     "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
     "vram": Command("rocline.tools.vram", "watch the cards' memory and sensors, ten times a second"),
