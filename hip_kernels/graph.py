@@ -99,3 +99,5 @@ def capture() -> Iterator[Graph]:
     made = hip().hipGraphInstantiateWithFlags(captured, 0)
     hip().hipGraphDestroy(captured)
     graph._become(int(check(made, f"{where}: hipGraphInstantiateWithFlags")))
+    # Now, and not with the first launch: it takes device memory, and the host as long as fifty launches.
+    check(hip().hipGraphUpload(graph._executable, stream), f"{where}: hipGraphUpload")

@@ -105,22 +105,17 @@ def index_select_hip(
     more = {"selected_i32 R K": selected_i32} | ({} if blocks_i32 is None else {"blocks_i32 R C": blocks_i32})
     n_rows, _ = bind_scoring("index_select", queries, history, more)
     k, n_positions = selected_i32.shape[1], history.n_positions
-    if n_positions == 0:
-        selected_i32.fill_(-1)
-        if blocks_i32 is not None:
-            blocks_i32.fill_(-1)
-        return
     for rows in workspace.slabs(n_rows, n_positions, k):
         part = slice(rows.start, rows.stop)
         maxima_i16, listed_i32, keys_i16 = workspace.cut(len(rows), n_positions, k)
-        n_blocks = -(-n_positions // BLOCK)
         few = len(rows) <= FEW_ROWS * len(queries.row_tiles.among(rows))
-        (block_maxima_few_hip if few else block_maxima_hip)(queries, history, rows, maxima_i16)
+        if n_positions:  # HIP rejects an empty grid
+            (block_maxima_few_hip if few else block_maxima_hip)(queries, history, rows, maxima_i16)
+        visible_i32 = queries.visible_i32[part]
         if blocks_i32 is None:
-            select_keys_hip(maxima_i16, n_blocks, listed_i32)
+            select_keys_hip(maxima_i16, listed_i32, visible_i32)
         else:
-            visible_i32 = queries.visible_i32[part]
-            select_keys_hip(maxima_i16, n_blocks, blocks_i32[part], newest_i32=visible_i32, listed_i32=listed_i32)
+            select_keys_hip(maxima_i16, blocks_i32[part], visible_i32, listed_i32=listed_i32)
         _select_among(queries, history, rows, listed_i32, keys_i16, selected_i32[part], counters_i32)
 
 
@@ -156,4 +151,4 @@ def _select_among(
         slot_keys_hip(queries, history, rows, blocks_i32, keys_i16, selected_i32, counters_i32)
     else:
         slot_keys_hip(queries, history, rows, blocks_i32, keys_i16)
-        select_keys_hip(keys_i16, keys_i16.shape[1], selected_i32, among_i32=blocks_i32)
+        select_keys_hip(keys_i16, selected_i32, among_i32=blocks_i32)

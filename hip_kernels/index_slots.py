@@ -9,6 +9,10 @@ from rocline.hip_kernels.index_score import BLOCK, LDS_ROW_BYTES, MOST_HEADS, Hi
 from rocline.hip_kernels.kernel import Kernel, launch
 
 SLOTS = 128  # a workgroup's
+# Of block_maxima_few_hip at most, however long the history: two for each of the five that one of a W7900D's 48
+# workgroup processors holds at a time.
+WORKGROUPS = 480
+WAVE = 32  # rows that share workgroups
 SELECT_BLOCKS = 512  # up to so many of a row a workgroup's LDS holds the keys while it chooses
 
 
@@ -29,7 +33,7 @@ def _kernels(n_heads: int) -> tuple[Kernel, Kernel]:
     most = max(lds, _select_lds_bytes(SELECT_BLOCKS))
     return (
         Kernel("index_slots.hip", "index_slots", "PPPPPPPPPPiiiii", threads=128, lds_bytes=most),
-        Kernel("index_slots.hip", "index_block_max_few", "PPPPPPPiiiii", threads=128, lds_bytes=lds),
+        Kernel("index_slots.hip", "index_block_max_few", "PPPPPPPiiiiii", threads=128, lds_bytes=lds),
     )
 
 
@@ -65,14 +69,18 @@ def slot_keys_hip(
 
 
 def block_maxima_few_hip(queries: Queries, history: History, rows: range, maxima_i16: Tensor) -> None:
-    """index_score.block_maxima_hip, the same bits: no row of a matrix tile is padding, but each reads all keys."""
-    n_heads, n_blocks = queries.weights_bf16.shape[1], -(-history.n_positions // BLOCK)
-    tables = history.page_tables_i32
+    """index_score.block_maxima_hip, the same bits: no row of a matrix tile is padding, but each reads all keys.
+
+    What rows see is read on the device, and maxima of blocks beyond are not written: a launch for a long history does
+    no more for a row that sees little.
+    """
+    n_heads, tables = queries.weights_bf16.shape[1], history.page_tables_i32
+    n_groups = min(WORKGROUPS, -(-history.n_positions // SLOTS) * min(len(rows), WAVE))
     tiles_u8, weights, *own = _own(queries, rows)
-    sizes = (n_heads, n_blocks, maxima_i16.shape[1], history.rows_per_page, tables.shape[1])
+    sizes = (len(rows), n_groups, n_heads, maxima_i16.shape[1], history.rows_per_page, tables.shape[1])
     launch(
         _MAXIMA_FEW,
-        grid=(-(-history.n_positions // SLOTS), len(rows)),
+        grid=(n_groups, -(-len(rows) // WAVE)),
         args=(maxima_i16, tiles_u8, weights, history.keys_u8, tables, *own, *sizes),
         lds_bytes=slots_lds_bytes(n_heads),
     )

@@ -96,6 +96,7 @@ RL_DEV void grouped_terms(float (&terms)[8], const rl::AccI32& bias, const Vecto
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const rl::AccI32 acc = rl::mma_from(bias, q.group[g], k.group[g]);
+    rl::no_overlap();  // between groups: they need 10 registers more side by side
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int word = k_words[rl::acc_col(i)];
@@ -103,6 +104,7 @@ RL_DEV void grouped_terms(float (&terms)[8], const rl::AccI32& bias, const Vecto
       const float scale = q_scales[g * n + rl::acc_row(i)] * ratio;
       terms[i] = rl::fma(rl::as_float(acc.v[i]) - kBiasF32, scale, terms[i]);  // the product is exact
     }
+    rl::no_overlap();
   }
   weigh(terms, weights);
 }
@@ -114,12 +116,14 @@ RL_DEV void exact_terms(float (&terms)[8], const rl::AccI32& bias, const Vectors
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const rl::AccI32 acc = rl::mma_from(bias, q.group[g], k.group[g]);
+    rl::no_overlap();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float sum = (rl::as_float(acc.v[i]) - kBiasF32) * 0.25f;  // the codes are doubled, on both sides
       const float scaled = sum * q_scales[g * n + rl::acc_row(i)];
       terms[i] += scaled * e8m0(scale_byte(k_words[rl::acc_col(i)], g));
     }
+    rl::no_overlap();
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocline.hip_kernels.binding import bind_dims, run_slabs
 from rocline.hip_kernels.kernel import Kernel, launch
 
-_SELECT = Kernel("selection.hip", "select_keys", "PPPPPiiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
+_SELECT = Kernel("selection.hip", "select_keys", "PPPPPiiii", threads=1024, lds_bytes=(4096 + 34) * 4)
 RELEASE_KERNELS = (_SELECT,)
 
 
@@ -116,19 +116,18 @@ def top_k_list(
 
 def select_keys_hip(
     keys_i16: Tensor,
-    n: int,
     chosen_i32: Tensor,
-    newest_i32: Tensor | None = None,
+    visible_i32: Tensor | None = None,
     among_i32: Tensor | None = None,
     listed_i32: Tensor | None = None,
 ) -> None:
-    """chosen_i32 [rows, K]: the best of keys_i16 [rows, stride]'s first n; see selection.hip.
+    """chosen_i32 [rows, K]: the best of keys_i16 [rows, n], ascending, -1 at the end; see selection.hip.
 
-    newest_i32  [rows] visible positions, whose last block is chosen in any case
-    among_i32   [rows, C] blocks that the keys are of, eight each
-    listed_i32  [rows, L] a second choice, without newest_i32
+    visible_i32  [rows] positions a row sees: its keys are those of their blocks, and what lies behind is not read
+    among_i32    [rows, n / 8] blocks that the keys are of, eight each
+    listed_i32   [rows, L] a second list by the same keys; in the first the newest visible block is chosen in any case
     """
     n_rows, k = chosen_i32.shape
     width, n_listed = (0 if lists is None else lists.shape[1] for lists in (among_i32, listed_i32))
-    args = (chosen_i32, listed_i32, keys_i16, newest_i32, among_i32, n, keys_i16.shape[1], k, n_listed, width)
+    args = (chosen_i32, listed_i32, keys_i16, visible_i32, among_i32, keys_i16.shape[1], k, n_listed, width)
     launch(_SELECT, grid=(1 if listed_i32 is None else 2, n_rows), args=args, lds_bytes=_SELECT.lds_bytes)

@@ -399,6 +399,7 @@ HIP_EXPORT hipError_t hipGraphInstantiateWithFlags(void** executable, void* grap
   *executable = new Graph(*(const Graph*)graph);
   return hipSuccess;
 }
+HIP_EXPORT hipError_t hipGraphUpload(void*, void*) { return hipSuccess; }
 HIP_EXPORT hipError_t hipGraphDestroy(void* graph) {
   delete (Graph*)graph;
   return hipSuccess;

@@ -2,6 +2,7 @@
 // sources run and are timed on an NVIDIA card. Devices' primary contexts are shared with torch's CUDA build.
 #include <cuda.h>
 #include <mutex>
+#include <string>
 
 #include "hip_abi.h"
 
@@ -160,9 +161,14 @@ HIP_EXPORT hipError_t hipModuleUnload(void* module) {
 HIP_EXPORT hipError_t hipModuleGetFunction(void** function, void* module, const char* name) {
   const hipError_t error = on_device([=] { return cuModuleGetFunction((CUfunction*)function, (CUmodule)module, name); });
   if (error) return error;
-  // gfx1100 gives a workgroup its 64 KiB without asking.
+  // gfx1100 gives a workgroup its 64 KiB without asking. A kernel's form for this card may want more: it says how much.
   return on_device([=] {
-    return cuFuncSetAttribute((CUfunction)*function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kLdsBytes);
+    int n_bytes = kLdsBytes;
+    CUdeviceptr wanted;
+    size_t size;
+    if (!cuModuleGetGlobal(&wanted, &size, (CUmodule)module, (std::string(name) + "_lds_bytes").c_str()))
+      cuMemcpyDtoH(&n_bytes, wanted, sizeof n_bytes);
+    return cuFuncSetAttribute((CUfunction)*function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, n_bytes);
   });
 }
 HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
@@ -170,8 +176,10 @@ HIP_EXPORT hipError_t hipModuleLaunchKernel(void* function, unsigned grid_x, uns
                                             unsigned lds_bytes, void* stream, void** params, void** extra) {
   if (lds_bytes > kLdsBytes) return hipErrorInvalidValue;
   return on_device([=] {
-    return cuLaunchKernel((CUfunction)function, grid_x, grid_y, grid_z, threads_x, threads_y, threads_z, lds_bytes,
-                          (CUstream)stream, params, extra);
+    int most_bytes = 0;
+    cuFuncGetAttribute(&most_bytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (CUfunction)function);
+    return cuLaunchKernel((CUfunction)function, grid_x, grid_y, grid_z, threads_x, threads_y, threads_z,
+                          most_bytes > (int)kLdsBytes ? most_bytes : lds_bytes, (CUstream)stream, params, extra);
   });
 }
 
@@ -184,6 +192,9 @@ HIP_EXPORT hipError_t hipStreamEndCapture(void* stream, void** graph) {
 }
 HIP_EXPORT hipError_t hipGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long flags) {
   return on_device([=] { return cuGraphInstantiateWithFlags((CUgraphExec*)executable, (CUgraph)graph, flags); });
+}
+HIP_EXPORT hipError_t hipGraphUpload(void* executable, void* stream) {
+  return on_device([=] { return cuGraphUpload((CUgraphExec)executable, (CUstream)stream); });
 }
 HIP_EXPORT hipError_t hipGraphDestroy(void* graph) {
   return on_device([=] { return cuGraphDestroy((CUgraph)graph); });

@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rocline.hip_kernels import index_slots
 from rocline.hip_kernels.binding import BindError
+from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.formats import RowFormat
+from rocline.hip_kernels.graph import capture
 from rocline.hip_kernels.index_prepared import TILE_BYTES, index_prepare
 from rocline.hip_kernels.index_score import (
     History,
@@ -20,6 +24,7 @@ from rocline.hip_kernels.index_score import (
     index_score,
     index_score_hip,
     index_score_ref,
+    maxima_stride,
     prepared_scores_ref,
 )
 from rocline.hip_kernels.index_select import (
@@ -209,6 +214,107 @@ def test_rows_choose_the_same_alone_and_in_a_crowd(device, rng):
     alone = device.full((1, 9), 77, torch.int32)
     index_select_hip(case.prepared(device.put)[0], history, workspace, alone)
     assert torch.equal(device.get(alone)[0], device.get(together)[20])
+
+
+class Captured:
+    """Lists of one call captured for more positions than any row sees, with pages behind that are not there."""
+
+    LARGEST, TOP, KEEP = 24_576, 512, 2048
+
+    def __init__(self, device, case):
+        self.device, self.case = device, case
+        queries, history = case.prepared(device.put)
+        n_rows, n_pages = len(case.visible), self.LARGEST // history.rows_per_page
+        tables = torch.full((len(case.tables), n_pages), 2**30, dtype=torch.int32)
+        tables[:, : case.tables.shape[1]] = case.tables
+        history = History(history.keys_u8, device.put(tables), self.LARGEST)
+        self.visible = queries.visible_i32
+        room, among_room = (
+            Workspace(device.full((Workspace.bytes_for(n_rows, n, listed),), 0xEE, torch.uint8))
+            for n, listed in ((self.LARGEST, self.TOP), (0, self.KEEP))
+        )
+        self.counters = device.full((8,), 0, torch.int32)
+        self.blocks, self.selected, self.alone, self.among = (
+            device.full((n_rows, width), 77, torch.int32) for width in (self.KEEP, self.TOP, self.TOP, self.TOP)
+        )
+
+        def work():
+            index_select_hip(queries, history, room, self.selected, self.blocks, self.counters)
+            index_select_among_hip(queries, history, among_room, self.blocks, self.among, self.counters)
+            index_select_hip(queries, history, room, self.alone)
+
+        self.kept = room, among_room, queries, history  # a graph's memory stays
+        device.get(self.counters)
+        with devices()[0].stream() as self.stream:
+            work()  # loads the kernels
+            with capture() as self.graph:
+                work()
+
+    def check(self, visible):
+        """That a launch gives the reference's lists of rows that see so much."""
+        case, device = self.case, self.device
+        case.see(torch.tensor(visible, dtype=torch.int32))
+        self.visible.copy_(case.visible)
+        device.get(self.visible)
+        with self.stream:
+            self.graph.launch()
+        blocks = candidate_blocks_ref(case.scores, case.visible, 8, self.KEEP)
+        assert torch.equal(device.get(self.blocks), blocks)
+        assert torch.equal(device.get(self.selected), top_k_list_ref(case.scores, case.visible, self.TOP))
+        assert torch.equal(device.get(self.alone), device.get(self.selected))
+        restricted = restrict_ref(case.scores, blocks, 8)
+        assert torch.equal(device.get(self.among), top_k_list_ref(restricted, case.visible, self.TOP))
+        assert not device.get(self.counters).any()
+
+
+def test_a_capture_at_100_visible_rows_serves_20_001(device, rng):
+    case = unscored(rng, [1], 1, 20_001, 2, False, per_page=2048)
+    case.see(torch.tensor([100], dtype=torch.int32))
+    captured = Captured(device, case)
+    for visible in (100, 20_001, 100, 0, 7, 1):  # what a longer one left in the workspace is not looked at
+        captured.check([visible])
+
+
+@pytest.mark.parametrize("visible", [[511, 512], [1023, 1024], [16_383, 16_384]])
+def test_a_capture_serves_rows_that_straddle_a_bound(device, rng, visible):
+    """512 are listed; 2,048 candidate blocks hold 16,384."""
+    case = unscored(rng, [1, 1], 1, visible[1] + 9, 0, True, per_page=2048)
+    case.see(torch.tensor([3, 3], dtype=torch.int32))
+    captured = Captured(device, case)
+    for seen in (visible, visible[::-1], [visible[1] + 1, visible[0] - 1]):
+        captured.check(seen)
+
+
+def test_a_capture_serves_sequences_of_different_lengths(device, rng):
+    """In one call; some see nothing, and several have a workgroup's tile of 128 positions not filled."""
+    case = unscored(rng, [1] * 7, 3, 1500, 3, False, per_page=512)
+    captured = Captured(device, case)
+    captured.check([0, 1, 127, 128, 129, 1500, 640])
+    captured.check([1500, 0, 0, 1100, 3, 0, 9])
+    captured.check([0] * 7)
+
+
+def test_more_rows_than_a_wave_has_lanes_share_workgroups(device, rng):
+    """Few workgroups for many tiles: a workgroup goes on from one row to the next, and past a wave's 32 rows."""
+    case = make_case(rng, [1] * 45, 2, 300, 2)
+    queries, history = case.prepared(device.put)
+    maxima = [device.full((45, maxima_stride(300)), 0x55, torch.int16) for _ in range(3)]
+    for n_groups, maxima_i16 in zip((1, 7, 1024), maxima, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(index_slots, "WORKGROUPS", n_groups)
+            index_slots.block_maxima_few_hip(queries, history, range(45), maxima_i16)
+    blocks = F.pad(case.scores, (0, -300 % 8), value=float("-inf")).unflatten(1, (-1, 8)).amax(2)
+    for maxima_i16 in maxima:
+        got = device.get(maxima_i16)
+        for row, visible in enumerate(case.visible.tolist()):
+            n_blocks = -(-visible // 8)
+            assert (got[row, n_blocks:] == 0x55).all()
+            assert order_of(got[row, :n_blocks].int() & 0xFFFF) == order_of(blocks[row, :n_blocks])
+
+
+def order_of(x):
+    """Each element's rank, equals sharing one."""
+    return x.unique(return_inverse=True)[1].tolist()
 
 
 def test_a_small_workspace_gives_the_same_lists(device, rng):
