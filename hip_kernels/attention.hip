@@ -11,13 +11,17 @@
 // Budget on gfx1100: attention: 192 VGPRs, 63488 bytes of LDS, 8 waves per SIMD, no scratch.
 #include "attention_terms.hip.h"
 
-constexpr int kWaves = kQuarters * kHeadTiles, kThreads = 32 * kWaves, kOwnTiles = WIDTH / kTile / kWaves;
+// What follows is gfx1100's form, and the CPU shim's; the test card has one of its own at the release's shape.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && HEADS == 64 && WIDTH == 512
+#include "attention_sm90.hip.h"
+#else
+constexpr int kOwnTiles = WIDTH / kTile / kWaves;
 constexpr int kWeightStride = kBlock + 8;
 
 struct Lds {
   rl_u16 rows[kHalf * kStride];
   union {
-    Exchange<kHeadTiles> exchange;
+    Exchange exchange;
     rl_u16 weights[kHeadTiles * kTile * kWeightStride];  // [head][slot]
   };
   float tops[kQuarters][kHeadTiles * kTile];  // of 16 slots each
@@ -110,12 +114,12 @@ RL_DEV void add_values(Out& out, const Lds& lds, int half) {
 }
 
 // Through LDS, as many heads at a time as a half has rows: 16 bytes a store, and pairs that turn are together.
-RL_DEV void finish(rl_u16* out_row, Out& out, Lds& lds, const float* sink, const float* cosines, const float* sines,
-                   int n_pairs) {
+RL_DEV void finish(rl_u16* out_row, Out& out, Lds& lds, const Ends& ends) {
   constexpr int kPieces = WIDTH / kPiece, kHeadsAtOnce = kThreads / kPieces;
   const int own_head = rl_tid() / kPieces, channel = rl_tid() % kPieces * kPiece;
-  const Turn turn = load_turn(cosines, sines, n_pairs, rl_bid_x(), channel);  // on its way meanwhile
-  if (const int head = rl_tid(); head < HEADS) lds.decay[head] = last_factor(lds.mass[head], lds.top[head], sink[head]);
+  const Turn turn = load_turn(ends.cosines, ends.sines, ends.n_pairs, ends.row, channel);  // on its way meanwhile
+  if (const int head = rl_tid(); head < HEADS)
+    lds.decay[head] = last_factor(lds.mass[head], lds.top[head], ends.sink[head]);
   rl_sync();
   rescale(out, lds.decay);
 #pragma unroll
@@ -139,6 +143,53 @@ RL_DEV void finish(rl_u16* out_row, Out& out, Lds& lds, const float* sink, const
   }
 }
 
+RL_DEV void attend(rl_u16* out_row, const rl_u16* queries, Lds& lds, const List& list, const Chosen& chosen,
+                   const Ends& ends) {
+  for (int slot = rl_tid(); slot < list.n_slots; slot += kThreads) lds.places[slot] = place_of(list, chosen, slot);
+  if (const int head = rl_tid(); head < kHeadTiles * kTile) {
+    lds.top[head] = kFirstMax;
+    lds.mass[head] = 0.0f;
+  }
+  Queries q;
+  if constexpr (kHeadTiles == 1) spread_queries(q, fetch_queries(queries), lds.rows);
+  else load_queries(q, queries);
+  rl_sync();
+
+  Out acc = {};
+  const int own = half_slot();
+  int slot0 = next_block(lds.places, list.n_slots, 0);
+  Share next = {};
+  if (slot0 < list.n_slots) next = fetch_half(list, slot0 + own, lds.places[slot0 + own]);
+  while (slot0 < list.n_slots) {
+    rl::AccF32 scores = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      put_half(lds.rows, next);
+      const int other = slot0 + (1 - half) * kHalf + own;
+      next = fetch_half(list, other, lds.places[other]);  // on its way meanwhile
+      rl_sync();
+      score_half(scores, lds.rows, lds.exchange, q, half);
+    }
+    weigh(scores, lds, lds.places + slot0, ends.scale);
+    rescale(acc, lds.decay);
+    const int after = next_block(lds.places, list.n_slots, slot0 + kBlock);
+#pragma unroll 1
+    for (int half = 1; half >= 0; --half) {
+      if (half == 0) {
+        put_half(lds.rows, next);
+        next = {};
+        if (after < list.n_slots) next = fetch_half(list, after + own, lds.places[after + own]);
+        rl_sync();
+      }
+      add_values(acc, lds, half);
+      rl_sync();
+    }
+    slot0 = after;
+  }
+  finish(out_row, acc, lds, ends);
+}
+#endif
+
 RL_KERNEL(kThreads) attention(rl_u16* out,               // [R, HEADS, WIDTH], may be queries
                               const rl_u16* queries,     // [R, HEADS, WIDTH] rotated
                               const rl_u8* window,       // [rings, ring_slots, kWindowBytes]
@@ -156,54 +207,12 @@ RL_KERNEL(kThreads) attention(rl_u16* out,               // [R, HEADS, WIDTH], m
                               int n_pairs,  // of channels at the end of a head that turn back: 0 for none
                               float scale) {
   RL_DYN_SHARED(Lds, shared);
-  Lds& lds = *shared;
   const int row = rl_bid_x();
   const List list = {window + (rl_i64)rings[row] * ring_slots * kWindowBytes, rows, n_window,
                      (n_window + n_selected + kBlock - 1) / kBlock * kBlock};
   const Chosen chosen = {firsts[row], counts[row], ring_slots, selected + (rl_i64)row * n_selected, n_selected,
                          n_selected ? page_tables + (rl_i64)sequences[row] * table_width : nullptr, rows_per_page};
-  for (int slot = rl_tid(); slot < list.n_slots; slot += kThreads) lds.places[slot] = place_of(list, chosen, slot);
-  if (const int head = rl_tid(); head < kHeadTiles * kTile) {
-    lds.top[head] = kFirstMax;
-    lds.mass[head] = 0.0f;
-  }
-  Queries q;
-  const rl_u16* heads = queries + (rl_i64)row * HEADS * WIDTH;
-  if constexpr (kHeadTiles == 1) spread_queries<1>(q, fetch_queries<1>(heads), lds.rows);
-  else load_queries(q, heads);
-  rl_sync();
-
-  Out acc = {};
-  const int own = half_slot<kHeadTiles>();
-  int slot0 = next_block(lds.places, list.n_slots, 0);
-  Half<kHeadTiles>::Share next = {};
-  if (slot0 < list.n_slots) next = fetch_half<kHeadTiles>(list, slot0 + own, lds.places[slot0 + own]);
-  while (slot0 < list.n_slots) {
-    rl::AccF32 scores = {};
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      put_half<kHeadTiles>(lds.rows, next);
-      const int other = slot0 + (1 - half) * kHalf + own;
-      next = fetch_half<kHeadTiles>(list, other, lds.places[other]);  // on its way meanwhile
-      rl_sync();
-      score_half<kHeadTiles>(scores, lds.rows, lds.exchange, q, half);
-    }
-    weigh(scores, lds, lds.places + slot0, scale);
-    rescale(acc, lds.decay);
-    const int after = next_block(lds.places, list.n_slots, slot0 + kBlock);
-#pragma unroll 1
-    for (int half = 1; half >= 0; --half) {
-      if (half == 0) {
-        put_half<kHeadTiles>(lds.rows, next);
-        next = {};
-        if (after < list.n_slots) next = fetch_half<kHeadTiles>(list, after + own, lds.places[after + own]);
-        rl_sync();
-      }
-      add_values(acc, lds, half);
-      rl_sync();
-    }
-    slot0 = after;
-  }
-  finish(out + (rl_i64)row * HEADS * WIDTH, acc, lds, sink, cosines, sines, n_pairs);
+  attend(out + (rl_i64)row * HEADS * WIDTH, queries + (rl_i64)row * HEADS * WIDTH, *shared, list, chosen,
+         {sink, cosines, sines, row, n_pairs, scale});
 }
 RL_EXPORT(attention)

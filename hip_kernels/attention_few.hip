@@ -1,20 +1,18 @@
 // attention_few: attention.hip's bits where there are too few rows to fill a card with a workgroup each. Many
 // workgroups share a row, in two launches, as the running maximum needs all scores before it.
 //
-// attention_scores: some halves of the blocks of a row's list and kScoreTiles x 16 heads each. What it decoded it
-// leaves as operands, so that nothing is decoded, and nobody waits for others, among the values.
-//   Grid (R, ceil(n_slots / 32 / n_parts) * kHeadTiles / kScoreTiles); 4 waves for each 16 heads; LDS: struct ScoreLds.
+// attention_scores: some halves of the blocks of a row's list each. What it decoded it leaves as operands, so that
+// nothing is decoded, and nobody waits for others, among the values.
+//   Grid (R, ceil(n_slots / 32 / n_parts)); 4 waves for each 16 heads; LDS: struct ScoreLds.
 // attention_values: 16 heads and kColumns channels of a row each: weights of the whole list, then a wave adds its 16
 // channels of all blocks. A list counts as kMostBlocks blocks, empty ones at the end: straight code takes less time
 // than fewer slots would save, and an empty block changes no weight and no sum of weights.
 //   Grid (R, kHeadTiles * WIDTH / kColumns); kValueWaves waves; LDS: struct ValueLds.
 //
-// Budget on gfx1100: attention_scores: 144 VGPRs, 48128 bytes of LDS, 4 waves per SIMD, no scratch.
+// Budget on gfx1100: attention_scores: 120 VGPRs, 60416 bytes of LDS, 8 waves per SIMD, no scratch.
 // Budget on gfx1100: attention_values: 192 VGPRs, 32064 bytes of LDS, 8 waves per SIMD, no scratch.
 #include "attention_terms.hip.h"
 
-constexpr int kScoreTiles = kHeadTiles % 2 ? 1 : 2, kScoreGroups = kHeadTiles / kScoreTiles;
-constexpr int kScoreWaves = kQuarters * kScoreTiles, kScoreThreads = 32 * kScoreWaves;
 constexpr int kColTiles = WIDTH / kTile;
 
 // An operand as it lies in lanes, 512 bytes of it.
@@ -45,7 +43,7 @@ constexpr int kMostBlocks = 10;
 
 struct ScoreLds {
   rl_u16 rows[kHalf * kStride];
-  Exchange<kScoreTiles> exchange;
+  Exchange exchange;
   int places[kMostBlocks * kBlock];  // of its parts
 };
 
@@ -54,14 +52,14 @@ RL_DEV void keep_half(rl_u16* values, rl_u32* there, const rl_u16* rows, const i
   const rl_u32 lanes = rl::ballot(places[rl::lane()] >= 0);
   if (rl_tid() == 0) *there = lanes;
 #pragma unroll
-  for (int i = 0; i < kHalfTiles * kColTiles / kScoreWaves; ++i) {
-    const int tile = i * kScoreWaves + rl::wave();
+  for (int i = 0; i < kHalfTiles * kColTiles / kWaves; ++i) {
+    const int tile = i * kWaves + rl::wave();
     const rl_u16* from = rows + tile / kColTiles * kTile * kStride + tile % kColTiles * kTile;
     store_frag(values + tile * kFragElements, rl::load_cols_lds(from, kStride));
   }
 }
 
-RL_KERNEL(kScoreThreads) attention_scores(
+RL_KERNEL(kThreads) attention_scores(
     Scores4* scores,        // [R, n_slots / 16, kHeadTiles, 2, 32] a lane's of an accumulator, by halves
     rl_u16* values,         // [R, n_slots / 16, kColTiles, 256] as operands lie
     rl_u32* there,          // [R, n_slots / 32] a bit a slot
@@ -71,34 +69,32 @@ RL_KERNEL(kScoreThreads) attention_scores(
     int rows_per_page, int table_width,
     int n_parts) {  // halves of a workgroup
   RL_DYN_SHARED(ScoreLds, lds);
-  const int row = rl_bid_x(), group = rl_bid_y() % kScoreGroups, first = rl_bid_y() / kScoreGroups * n_parts;
+  const int row = rl_bid_x(), first = rl_bid_y() * n_parts;
   const List list = {window + (rl_i64)rings[row] * ring_slots * kWindowBytes, rows, n_window,
                      (n_window + n_selected + kBlock - 1) / kBlock * kBlock};
   const Chosen chosen = {firsts[row], counts[row], ring_slots, selected + (rl_i64)row * n_selected, n_selected,
                          n_selected ? page_tables + (rl_i64)sequences[row] * table_width : nullptr, rows_per_page};
   const int n_halves = list.n_slots / kHalf, end = first + n_parts < n_halves ? first + n_parts : n_halves;
-  const auto heads =
-      fetch_queries<kScoreTiles>(queries + ((rl_i64)row * HEADS + group * kScoreTiles * kTile) * WIDTH);
-  for (int i = rl_tid(); i < (end - first) * kHalf; i += kScoreThreads)
+  const QueryRows heads = fetch_queries(queries + (rl_i64)row * HEADS * WIDTH);
+  for (int i = rl_tid(); i < (end - first) * kHalf; i += kThreads)
     lds->places[i] = place_of(list, chosen, first * kHalf + i);
   Queries q;
   spread_queries(q, heads, lds->rows);
-  const int own = half_slot<kScoreTiles>(), tile = rl::wave() / kQuarters, quarter = rl::wave() % kQuarters;
-  typename Half<kScoreTiles>::Share next = fetch_half<kScoreTiles>(list, first * kHalf + own, lds->places[own]);
+  const int own = half_slot(), tile = rl::wave() / kQuarters, quarter = rl::wave() % kQuarters;
+  Share next = fetch_half(list, first * kHalf + own, lds->places[own]);
   rl_sync();
 #pragma unroll 1
   for (int part = first; part < end; ++part) {
-    put_half<kScoreTiles>(lds->rows, next);
+    put_half(lds->rows, next);
     const int* places = lds->places + (part - first) * kHalf;
-    if (part + 1 < end) next = fetch_half<kScoreTiles>(list, (part + 1) * kHalf + own, places[kHalf + own]);
+    if (part + 1 < end) next = fetch_half(list, (part + 1) * kHalf + own, places[kHalf + own]);
     rl_sync();
     const rl_i64 half = (rl_i64)row * n_halves + part;
-    if (group == 0)
-      keep_half(values + half * (kHalfTiles * kColTiles * kFragElements), there + half, lds->rows, places);
+    keep_half(values + half * (kHalfTiles * kColTiles * kFragElements), there + half, lds->rows, places);
     rl::AccF32 mine = {};
-    score_half<kScoreTiles>(mine, lds->rows, lds->exchange, q, part % 2);
+    score_half(mine, lds->rows, lds->exchange, q, part % 2);
     if (quarter / kHalfTiles != part % 2) continue;
-    const rl_i64 at = (half * kHalfTiles + quarter % kHalfTiles) * kHeadTiles + group * kScoreTiles + tile;
+    const rl_i64 at = (half * kHalfTiles + quarter % kHalfTiles) * kHeadTiles + tile;
     Scores4* out = scores + at * 64 + rl::lane();
     out[0] = {{mine.v[0], mine.v[1], mine.v[2], mine.v[3]}};
     out[32] = {{mine.v[4], mine.v[5], mine.v[6], mine.v[7]}};

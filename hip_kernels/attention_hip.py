@@ -16,9 +16,9 @@ from rocline.hip_kernels.kernel import Kernel, launch
 
 TILE, BLOCK, HALF, QUARTERS = 16, 64, 32, 4
 MOST_SLOTS = 640  # of a list: the release's 128 and 512
-# Up to so many rows, many workgroups share a row; more rows fill a card with a workgroup each.
-FEW_ROWS = 48
-ENOUGH_WORKGROUPS = 400  # where more of them, each with less to do, no longer gain
+# Up to so many rows, many workgroups share a row; more are quicker with a workgroup each.
+FEW_ROWS = 16
+ENOUGH_WORKGROUPS = 96  # of attention_scores: what gfx1100 holds at once
 
 
 def _tiles(n_heads: int) -> int:
@@ -36,11 +36,6 @@ def _lds_bytes(n_heads: int, width: int, n_slots: int) -> int:
     return _half_bytes(tiles, width) + (2 * QUARTERS + 4) * tiles * TILE * 4 + n_slots * 4
 
 
-def _score_tiles(n_heads: int) -> int:
-    """Of heads, in a workgroup of attention_scores."""
-    return 1 if _tiles(n_heads) % 2 else 2
-
-
 def _columns(width: int) -> int:
     """Channels of a workgroup of attention_values."""
     return 64 if width % 128 else 128
@@ -53,9 +48,9 @@ def _value_lds_bytes(width: int) -> int:
     return TILE * (MOST_SLOTS + 8) * 2 + floats * 4 + TILE * (_columns(width) + 8) * 2
 
 
-def _parts(n_rows: int, n_halves: int, n_groups: int) -> int:
+def _parts(n_rows: int, n_halves: int) -> int:
     """Halves of a workgroup of attention_scores: one, until there are enough workgroups."""
-    return min(n_halves, -(-n_rows * n_halves * n_groups // ENOUGH_WORKGROUPS))
+    return min(n_halves, -(-n_rows * n_halves // ENOUGH_WORKGROUPS))
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,9 @@ def _kernels(n_heads: int, width: int) -> _Kernels:
             "attention_few.hip",
             "attention_scores",
             "P" * 12 + "iiiiii",
-            threads=32 * QUARTERS * _score_tiles(n_heads),
+            threads=32 * QUARTERS * _tiles(n_heads),
             defines=defines,
-            lds_bytes=_half_bytes(_score_tiles(n_heads), width) + MOST_SLOTS * 4,
+            lds_bytes=_half_bytes(_tiles(n_heads), width) + MOST_SLOTS * 4,
         ),
         Kernel(
             "attention_few.hip",
@@ -230,11 +225,11 @@ def _launch_few(
     """Many workgroups a row; the arguments as the kernels take them, room as _room_parts says."""
     n_rows, n_heads, width = q_bf16.shape
     kernels, (values, scores, there) = _kernels(n_heads, width), room
-    n_halves, n_groups = n_slots // HALF, _tiles(n_heads) // _score_tiles(n_heads)
-    n_parts = _parts(n_rows, n_halves, n_groups)
+    n_halves = n_slots // HALF
+    n_parts = _parts(n_rows, n_halves)
     launch(
         kernels.scores,
-        grid=(n_rows, -(-n_halves // n_parts) * n_groups),
+        grid=(n_rows, -(-n_halves // n_parts)),
         args=(scores, values, there, q_bf16, *lists, *sizes, n_parts),
         lds_bytes=kernels.scores.lds_bytes,
     )

@@ -10,6 +10,7 @@
 constexpr int kTile = 16, kHeadTiles = (HEADS + kTile - 1) / kTile, kQuarters = 4;
 constexpr int kBlock = 64, kHalf = kBlock / 2, kHalfTiles = kHalf / kTile;
 constexpr int kOwnSteps = WIDTH / kQuarters / kTile;
+constexpr int kWaves = kQuarters * kHeadTiles, kThreads = 32 * kWaves;  // of a workgroup that has all heads
 static_assert(WIDTH % (kQuarters * kTile * kHeadTiles) == 0, "what waves share is whole tiles");
 constexpr int kStride = WIDTH + 8;  // 16 rows' pieces fall on different banks
 constexpr int kWindowBytes = WIDTH + WIDTH / 32, kCompressedBytes = WIDTH / 2 + WIDTH / 16;
@@ -122,21 +123,16 @@ template <int kRuns, int kStep> RL_DEV void put(rl_u16* at, const Packed<kRuns>&
   }
 }
 
-// Of a half, shared by all threads of a workgroup that scores kTiles x 16 heads.
-template <int kTiles> struct Half {
-  static constexpr int kThreads = 32 * kQuarters * kTiles, kSlotThreads = kThreads / kHalf;
-  static constexpr int kRuns = WIDTH / kRun / kSlotThreads, kStep = kSlotThreads * kRun;
-  typedef Packed<kRuns> Share;
-};
-template <int kTiles> RL_DEV int half_slot() { return rl_tid() / Half<kTiles>::kSlotThreads; }
-template <int kTiles> RL_DEV int half_channel() { return rl_tid() % Half<kTiles>::kSlotThreads * kRun; }
-template <int kTiles> RL_DEV typename Half<kTiles>::Share fetch_half(const List& list, int slot, int place) {
-  typedef Half<kTiles> H;
-  return fetch<H::kRuns, H::kStep>(list, slot, place, half_channel<kTiles>());
+// Of a half, shared by all threads of a workgroup.
+constexpr int kSlotThreads = kThreads / kHalf, kRuns = WIDTH / kRun / kSlotThreads, kStep = kSlotThreads * kRun;
+typedef Packed<kRuns> Share;
+RL_DEV int half_slot() { return rl_tid() / kSlotThreads; }
+RL_DEV int half_channel() { return rl_tid() % kSlotThreads * kRun; }
+RL_DEV Share fetch_half(const List& list, int slot, int place) {
+  return fetch<kRuns, kStep>(list, slot, place, half_channel());
 }
-template <int kTiles> RL_DEV void put_half(rl_u16* rows, const typename Half<kTiles>::Share& p) {
-  typedef Half<kTiles> H;
-  put<H::kRuns, H::kStep>(rows + half_slot<kTiles>() * kStride + half_channel<kTiles>(), p);
+RL_DEV void put_half(rl_u16* rows, const Share& p) {
+  put<kRuns, kStep>(rows + half_slot() * kStride + half_channel(), p);
 }
 
 // ---- scores ----
@@ -147,49 +143,54 @@ typedef rl::FragBF16 Queries[kOwnSteps];
 struct alignas(16) Scores4 {
   float v[4];
 };
-template <int kTiles> using Exchange = Scores4[kTiles][kHalfTiles][kQuarters - 1][2 * 32];  // a lane's, by halves
+typedef Scores4 Exchange[kHeadTiles][kHalfTiles][kQuarters - 1][2 * 32];  // a lane's, by halves
 
-// Two ways, from this workgroup's first head: straight, or as whole heads through LDS, where all of them fit in the
-// place of a half. That way heads that are not there are zeros.
+// Two ways: straight, or as whole heads through LDS, as many at a time as fit in the place of a half. That way heads
+// that are not there are zeros.
 RL_DEV void load_queries(Queries& q, const rl_u16* row) {
   const int tile = rl::wave() / kQuarters, channel0 = rl::wave() % kQuarters * kOwnSteps * kTile;
 #pragma unroll
   for (int s = 0; s < kOwnSteps; ++s) q[s] = rl::load_rows(row + tile * kTile * WIDTH + channel0 + s * kTile, WIDTH);
 }
 
-template <int kTiles> struct QueryRows {
-  static constexpr int kHeads = kTiles * kTile, kPieces = WIDTH / kPiece, kThreads = Half<kTiles>::kThreads;
-  static_assert(kHeads <= kHalf && (kHeads * kPieces) % kThreads == 0, "they fit; threads have as many pieces each");
-  rl::Words4 words[kHeads * kPieces / kThreads];
+constexpr int kRowPieces = WIDTH / kPiece, kSpreadHeads = kHeadTiles == 1 ? kTile : kHalf;
+constexpr int kSpreadTimes = (kHeadTiles * kTile + kSpreadHeads - 1) / kSpreadHeads;
+constexpr int kSpreadPieces = kSpreadHeads * kRowPieces / kThreads;
+static_assert(kSpreadPieces * kThreads == kSpreadHeads * kRowPieces, "threads have as many pieces each");
+struct QueryRows {
+  rl::Words4 words[kSpreadTimes][kSpreadPieces];
 };
-template <int kTiles> RL_DEV QueryRows<kTiles> fetch_queries(const rl_u16* row) {
-  typedef QueryRows<kTiles> R;
-  R r = {};
+RL_DEV QueryRows fetch_queries(const rl_u16* row) {
+  QueryRows r = {};
 #pragma unroll
-  for (int k = 0; k < R::kHeads * R::kPieces / R::kThreads; ++k) {
-    const int i = k * R::kThreads + rl_tid();
-    if (HEADS % kTile == 0 || i < HEADS * R::kPieces) r.words[k] = load_words(row + i * kPiece);
+  for (int k = 0; k < kSpreadTimes * kSpreadPieces; ++k) {
+    const int i = k * kThreads + rl_tid();
+    if (HEADS == kSpreadTimes * kSpreadHeads || i < HEADS * kRowPieces)
+      r.words[k / kSpreadPieces][k % kSpreadPieces] = load_words(row + i * kPiece);
   }
   return r;
 }
-// Passes a barrier; another is wanted before `rows` is written again.
-template <int kTiles> RL_DEV void spread_queries(Queries& q, const QueryRows<kTiles>& r, rl_u16* rows) {
-  typedef QueryRows<kTiles> R;
-#pragma unroll
-  for (int k = 0; k < R::kHeads * R::kPieces / R::kThreads; ++k) {
-    const int i = k * R::kThreads + rl_tid();
-    store_words(rows + i / R::kPieces * kStride + i % R::kPieces * kPiece, r.words[k]);
-  }
-  rl_sync();
+// Passes barriers; another is wanted before `rows` is written again.
+RL_DEV void spread_queries(Queries& q, const QueryRows& r, rl_u16* rows) {
   const int tile = rl::wave() / kQuarters, channel0 = rl::wave() % kQuarters * kOwnSteps * kTile;
 #pragma unroll
-  for (int s = 0; s < kOwnSteps; ++s)
-    q[s] = rl::load_rows_lds(rows + tile * kTile * kStride + channel0 + s * kTile, kStride);
+  for (int time = 0; time < kSpreadTimes; ++time) {
+    if (time) rl_sync();
+#pragma unroll
+    for (int k = 0; k < kSpreadPieces; ++k) {
+      const int i = k * kThreads + rl_tid();
+      store_words(rows + i / kRowPieces * kStride + i % kRowPieces * kPiece, r.words[time][k]);
+    }
+    rl_sync();
+    if (tile / kHalfTiles != time) continue;
+#pragma unroll
+    for (int s = 0; s < kOwnSteps; ++s)
+      q[s] = rl::load_rows_lds(rows + tile % kHalfTiles * kTile * kStride + channel0 + s * kTile, kStride);
+  }
 }
 
 // Products of this wave's channels with a half's slots, [slot][head]; `mine` changes in waves whose 16 slots these are.
-template <int kTiles>
-RL_DEV void score_half(rl::AccF32& mine, const rl_u16* rows, Exchange<kTiles>& exchange, const Queries& q, int half) {
+RL_DEV void score_half(rl::AccF32& mine, const rl_u16* rows, Exchange& exchange, const Queries& q, int half) {
   const int tile = rl::wave() / kQuarters, quarter = rl::wave() % kQuarters;
   rows += quarter * kOwnSteps * kTile;
 #pragma unroll
@@ -245,6 +246,12 @@ RL_DEV bool has_columns() { return rl::acc_row(0) == 0; }  // lanes that have ev
 RL_DEV float last_factor(float mass, float top, float sink) { return 1.0f / (mass + exp_of(sink - top)); }
 
 // ---- head outputs on their way out ----
+
+struct Ends {  // what a row wants beside its list
+  const float *sink, *cosines, *sines;
+  int row, n_pairs;
+  float scale;  // of scores
+};
 
 // Which of two NaNs a sum keeps is the target's and the compiler's choice: a row's bits have one NaN.
 RL_DEV rl_u16 output_bits(float v) { return v == v ? rl::f32_to_bf16(v) : (rl_u16)0x7FC0; }

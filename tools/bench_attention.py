@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench_attention: torch sees no GPU; install its ROCm build", file=sys.stderr)
         return 1
     with devices()[0].stream():
-        for n_rows in (2048, 128, 32, 8, 1):
+        for n_rows in (2048, 128, 48, 32, 16, 8, 2, 1):
             bench_attention(n_rows, 65_536, args.repeats)
         for n_rows in (2048, 6, 1):
             bench_rows(n_rows, args.repeats)

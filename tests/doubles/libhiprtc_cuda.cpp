@@ -18,6 +18,7 @@ HIPRTC_EXPORT int hiprtcCompileProgram(nvrtcProgram program, int n_options, cons
   for (int i = 0; i < n_options; ++i) {
     const std::string option = options[i];
     if (option.rfind(arch, 0) == 0) kept.push_back("--gpu-architecture=" + option.substr(arch.size()));
+    if (option == arch + "sm_90") kept.back() += "a";  // with what no later card has: wgmma
     if (option.rfind("-D", 0) == 0 || option.rfind("-std=", 0) == 0) kept.push_back(option);
     if (option == "-ffp-contract=off") kept.push_back("--fmad=false");
   }
