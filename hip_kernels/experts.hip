@@ -90,8 +90,8 @@ RL_DEV FewRows few_rows_of(const int* ids, int own, int n_pairs) {
 }
 
 template <class W, class R>
-RL_DEV RunStream<W, 2, R> stream_from(const rl_u16* x, const FewRows& rows, int row0, int k, int blocks, int first) {
-  RunStream<W, 2, R> s = {{}, x + first * kStep, {}};
+RL_DEV FewStream<W, 2, R> stream_from(const rl_u16* x, const FewRows& rows, int row0, int k, int blocks, int first) {
+  FewStream<W, 2, R> s = {{}, x + first * kStep, {}};
 #pragma unroll
   for (int i = 0; i < R::kOwn; ++i)
     s.row_bytes[i] = 2u * kStep * (rl_u32)(FewRows::pair(rows, row0 + R::own_row(i)) / k * blocks);
@@ -114,9 +114,9 @@ RL_DEV void up_few(float* lds, const Up<W>& a, const FewRows& rows, int most_run
   const int col_tiles = (a.n_inner + kTile - 1) / kTile;
 #pragma unroll 1
   for (int row0 = 0; row0 < rows.n_rows && n_runs > 0; row0 += R::kMost) {
-    const RunStream<W, 2, R> start = stream_from<W, R>(a.x, rows, row0, a.k, a.blocks, first);
+    const FewStream<W, 2, R> start = stream_from<W, R>(a.x, rows, row0, a.k, a.blocks, first);
     few_runs<W, 2, R, kAhead>(lds, smaller(a.segment, a.blocks - first), n_runs, [&](int run) {
-      RunStream<W, 2, R> s = start;
+      FewStream<W, 2, R> s = start;
       const int col_tile = (col0 + run * kUpCols) / kTile + rl::wave() / kSegments;
       const rl_i64 at = ((rl_i64)rows.expert * col_tiles + col_tile) * a.blocks + first;
       s.weight[0] = W::at(a.gate, at);
@@ -156,9 +156,9 @@ RL_DEV void down_few(float* lds, const Down<W>& a, const FewRows& rows, int col0
   const int col_tiles = (a.n_out + kTile - 1) / kTile;
 #pragma unroll 1
   for (int row0 = 0; row0 < rows.n_rows && n_runs > 0; row0 += R::kMost) {
-    const RunStream<W, 2, R> start = stream_from<W, R>(a.hidden, rows, row0, 1, a.blocks, first);
+    const FewStream<W, 2, R> start = stream_from<W, R>(a.hidden, rows, row0, 1, a.blocks, first);
     few_runs<W, 2, R, kDownAhead>(lds, smaller(a.segment, a.blocks - first), n_runs, [&](int run) {
-      RunStream<W, 2, R> s = start;
+      FewStream<W, 2, R> s = start;
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         const int col_tile = (col0 + run * kDownCols) / kTile + rl::wave() / n_segments * 2 + t;
@@ -222,10 +222,7 @@ template <class W> RL_DEV void up_64(rl_u16* lds, const Up<W>& a, const RowTile&
   static_assert(T::kRows * kWidth <= 2 * T::kRows * kStride + kWaves * kOwnElements, "outputs replace what was staged");
 #pragma unroll
   for (int m = 0; m < T::kMFrags; ++m)
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      lds[(T::frag_row(m) + rl::acc_row(i)) * kWidth + T::frag_col(0) + rl::acc_col(i)] =
-          rl::f32_to_bf16(t.total[m][0].v[i]);
+    rl::store_tile(lds + T::frag_row(m) * kWidth + T::frag_col(0), kWidth, t.total[m][0]);
   rl_sync();
   for (int i = rl_tid(); i < T::kRows * cols / kPiece; i += T::kThreads) {
     const int row = i / (cols / kPiece), col = i % (cols / kPiece) * kPiece;
@@ -254,7 +251,7 @@ RL_DEV void down_64(rl_u16* lds, const Down<WeightFp4>& a, const RowTile& tile) 
   for (int m = 0; m < T::kMFrags; ++m)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = T::frag_row(m) + rl::acc_row(i), col = col0 + T::frag_col(0) + rl::acc_col(i);
+      const int row = T::frag_row(m) + T::acc_row(i), col = col0 + T::frag_col(0) + T::acc_col(i);
       if (row < tile.n_rows && col < a.n_out)
         a.out[(rl_i64)RowTile::pair(tile, row) * a.n_out + col] = rl::f32_to_bf16(t.total[m][0].v[i]);
     }
@@ -263,10 +260,6 @@ RL_DEV void down_64(rl_u16* lds, const Down<WeightFp4>& a, const RowTile& tile) 
 // ---- kernels for more rows ----
 
 constexpr int kSortedRuns = 2;  // of the few kernels
-// For EightRows, where they are something else than SixteenRows.
-RL_DEV bool few_enough(const FewRows& rows) {
-  return rl::EightRows::kMost < kFewRows && rows.n_rows <= rl::EightRows::kMost;
-}
 
 #define UP_ARGUMENTS                                                                                         \
   rl_u16 *hidden, const rl_u16 *x, const rl_u8 *gate, const rl_u8 *gate_scales, const rl_u8 *up,            \
@@ -281,7 +274,7 @@ RL_DEV bool few_enough(const FewRows& rows) {
 RL_KERNEL(kThreads) routed_up_few(UP_ARGUMENTS) {
   RL_DYN_SHARED(float, sums);
   const FewRows rows = few_rows_of(sorted_tile(tiles, pairs));
-  if (few_enough(rows)) up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, rows, kSortedRuns);
+  if (rl::EightRows::serve(rows.n_rows)) up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, rows, kSortedRuns);
   else up_few<rl::SixteenRows, WeightFp4, kUpAheadFp4>(sums, UP, rows, kSortedRuns);
 }
 RL_EXPORT(routed_up_few)
@@ -303,8 +296,10 @@ RL_KERNEL(kThreads) routed_down_few(DOWN_ARGUMENTS) {
   RL_DYN_SHARED(float, sums);
   const FewRows rows = few_rows_of(sorted_tile(tiles, pairs));
   const int col0 = rl_bid_x() * kSortedRuns * kDownCols;
-  if (few_enough(rows)) down_few<rl::EightRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
-  else down_few<rl::SixteenRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
+  if (rl::EightRows::serve(rows.n_rows))
+    down_few<rl::EightRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
+  else
+    down_few<rl::SixteenRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
 }
 RL_EXPORT(routed_down_few)
 

@@ -34,9 +34,7 @@ RL_DEV void e2m1_decode(int (&out)[8], const Words2& words, const Factor (&facto
                           (a << 6 & 0x00C000C0u) | (b << 5 & 0x81008100u),
                           (a << 4 & 0x01800180u) | (b << 1 & 0x80408040u)};
 #pragma unroll
-  for (int q = 0; q < 8; ++q)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-        : "=r"(out[q]) : "r"(tiny[q]), "r"(factor[q % kTileCols]), "r"(0x80008000));  // adding -0: no change
+  for (int q = 0; q < 8; ++q) out[q] = times(tiny[q], factor[q % kTileCols]);
 }
 #else
 // From the top of the words' halves downwards.

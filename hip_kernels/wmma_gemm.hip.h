@@ -35,9 +35,7 @@ struct WeightE4m3 {  // two scales a tile, one for each 8 columns
     rl::Factor factor[rl::kTileCols];
 #pragma unroll
     for (int c = 0; c < rl::kTileCols; ++c) factor[c] = rl::factor_of<4>(part.scales >> (8 * c) & 255);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      out[i] = rl::to_bf16x2<4, 3>((rl_u32)part.codes.word[i / 2] << (8 * (i % 2)), factor[i % rl::kTileCols]);
+    rl::e4m3_decode(out, part.codes, factor);
   }
 };
 
@@ -70,9 +68,8 @@ constexpr int kOwnElements = kTile * kStride;  // of a wave's own LDS, for rl::t
 
 template <class W, int kRowCount> struct Tiled {
   typedef typename W::Part Part;
-  static constexpr int kThreads = 32 * kWaves, kRows = kRowCount;
-  static constexpr int kWavesM = rl::kSharesDecoding && kRows == 128 ? 2 : 1, kWavesN = kWaves / kWavesM;
-  static constexpr int kMFrags = kRows / kTile / kWavesM, kNFrags = kCols / kTile / kWavesN;
+  static constexpr int kThreads = 32 * kWaves, kRows = kRowCount, kTileBytes = W::kTileBytes;
+  static constexpr int kMFrags = kRows / kTile, kNFrags = kCols / kTile / kWaves;
   static constexpr int kPieces = kRows * (kStep / 8) / kThreads;  // of 8 channels, a thread
   static constexpr bool kSkip = kRows < 128;  // where sixteen rows are missing, their matrix steps are left out
 
@@ -83,16 +80,47 @@ template <class W, int kRowCount> struct Tiled {
   int n_rows;                   // of the kRows, those that are there
   rl::AccF32 total[kMFrags][kNFrags];
 
-  // Eight lanes have rows r and r + 4, whose pieces fall on different banks.
+  // Eight lanes have rows r and r + 4, whose pieces fall on different banks; sm_90's order of pieces wants neighbours.
   RL_DEV int row_of_piece(int j) {
-    const int i = rl_tid() / 4;
-    return i % 2 * 4 + i / 2 % 4 + i / 8 * 8 + j * (kThreads / 4);
+    const int i = rl_tid() / 4, row = rl::kWeightFirst ? i : i % 2 * 4 + i / 2 % 4 + i / 8 * 8;
+    return row + j * (kThreads / 4);
   }
   RL_DEV int channel_of_piece() { return rl_tid() % 4 * 8; }
-  // Row and column of the first element of this wave's accumulator (m, n).
-  RL_DEV int frag_row(int m) { return rl::wave() / kWavesN * (kMFrags * kTile) + m * kTile; }
-  RL_DEV int frag_col(int n) { return rl::wave() % kWavesN * (kNFrags * kTile) + n * kTile; }
+  // Row and column of the first element of this wave's accumulator (m, n). No wave is beyond the eighth: what gfx1100's
+  // compiler does not know leaves a base address in a scalar register, and the loop a part in a hundred shorter.
+  RL_DEV int frag_row(int m) { return rl::wave() / kWaves * kRows + m * kTile; }
+  RL_DEV int frag_col(int n) { return rl::wave() * (kNFrags * kTile) + n * kTile; }
+  // And in it, of element i.
+  RL_DEV int acc_row(int i) { return rl::kWeightFirst ? rl::acc_col(i) : rl::acc_row(i); }
+  RL_DEV int acc_col(int i) { return rl::kWeightFirst ? rl::acc_row(i) : rl::acc_col(i); }
 };
+
+template <int kM, int kN> RL_DEV void clear(rl::AccF32 (&acc)[kM][kN]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) acc[m][n] = rl::AccF32{};
+}
+template <int kM, int kN> RL_DEV void add(rl::AccF32 (&total)[kM][kN], const rl::AccF32 (&acc)[kM][kN]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) total[m][n].v[i] += acc[m][n].v[i];
+}
+
+// rl::store_tile(to, stride, acc)    an accumulator as BF16 into LDS, its rows `stride` elements apart
+// run(t, first, last, segment)       t.total = the sums of channel blocks first .. last - 1, in segments of so many
+#if defined(RL_CUDA)
+#include "dense_sm90.hip.h"
+#else
+namespace rl {
+RL_DEV void store_tile(rl_u16* to, int stride, const AccF32& c) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[acc_row(i) * stride + acc_col(i)] = f32_to_bf16(c.v[i]);
+}
+}  // namespace rl
 
 template <class T> struct Staged {  // a block on its way
   typename T::Part part[T::kNFrags];
@@ -140,22 +168,6 @@ RL_DEV void multiply(rl::AccF32 (&acc)[T::kMFrags][T::kNFrags], const T& t, int 
   }
 }
 
-template <int kM, int kN> RL_DEV void clear(rl::AccF32 (&acc)[kM][kN]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n) acc[m][n] = rl::AccF32{};
-}
-template <int kM, int kN> RL_DEV void add(rl::AccF32 (&total)[kM][kN], const rl::AccF32 (&acc)[kM][kN]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) total[m][n].v[i] += acc[m][n].v[i];
-}
-
-// t.total = the sums of channel blocks first .. last - 1, in segments of so many blocks.
 template <class T> RL_DEV void run(T& t, int first, int last, int segment) {
   clear(t.total);
   Staged<T> now = stage_load(t, first);
@@ -177,6 +189,7 @@ template <class T> RL_DEV void run(T& t, int first, int last, int segment) {
     add(t.total, acc);
   }
 }
+#endif
 
 // ---- weights into tiles: a lane's 16 codes a thread ----
 

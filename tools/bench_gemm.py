@@ -1,8 +1,11 @@
 """python -m rocline.tools.bench_gemm: the matrix products on one card, as JSON lines.
 
 Medians of device time over rotating weights, larger together than the card's cache; every yardstick is measured in the
-same run: cuBLAS (rocBLAS) on decoded BF16 weights, a loop of those over experts, and a copy. Needs a card that both HIP
+same run: cuBLAS (rocBLAS) on decoded BF16 weights, a loop of those over experts, and copies. Needs a card that both HIP
 and torch see.
+
+of_copy        weight bytes a second over the bytes that a copy of 1 GiB reads and writes a second
+of_alike_copy  the same over copies of as many bytes as the weights have, or of 1 GiB, queued as these products are
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ from rocline.hip_kernels.linear_hip import (
     workspace_floats,
 )
 from rocline.hip_kernels.rope import rope_hip
+from rocline.hip_kernels.router_hip import router_hip
 from rocline.hip_kernels.weight_tiles import WeightTiles
 from rocline.tools.bench_index import captured, report, timed_ms
 
@@ -53,6 +57,7 @@ HEADS, HEAD_WIDTH, PAIRS = 64, 512, 32
 WIDTH, INNER = 5120, 2304
 FEW = (1, 6)
 CACHE_BYTES = 200 << 20  # of weights in turn: several times what a card keeps
+COPY_BYTES = 1 << 30
 
 
 def random_fp8(n_out: int, n_in: int, seed: int) -> Fp8Weight:
@@ -85,10 +90,27 @@ def bf16(n_rows: int, width: int) -> Tensor:
 
 def copy_gb_per_s(repeats: int) -> float:
     """Bytes read and written a second by a copy of 1 GiB."""
-    source, target = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     ms = timed_ms([partial(target.copy_, source)], repeats)
-    report("copy of 1 GiB, read and written", ms, gb_per_s=round((2 << 30) / ms / 1e6))
-    return (2 << 30) / ms / 1e6
+    rate = 2 * COPY_BYTES / ms / 1e6
+    report("copy of 1 GiB, read and written", ms, gb_per_s=round(rate))
+    return rate
+
+
+@cache
+def alike_gb_per_s(n_bytes: int, repeats: int) -> float:
+    """Bytes read and written a second by copies of n_bytes, one after the other in a graph."""
+    n_sets = max(2, min(24, CACHE_BYTES // n_bytes))
+    buffers = [[torch.empty(n_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(n_sets)]
+    return 2 * n_bytes / many_ms([partial(target.copy_, source) for source, target in buffers], repeats) / 1e6
+
+
+def report_rate(what: str, n_rows: int, n_bytes: int, ms: float, copied: float, repeats: int) -> None:
+    """A product that is to be bound by the n_bytes of its weights."""
+    rate = n_bytes / ms / 1e6
+    alike = alike_gb_per_s(n_bytes, repeats) if n_bytes < COPY_BYTES else copied
+    of_copies = {"of_copy": round(rate / copied, 3), "of_alike_copy": round(rate / alike, 3)}
+    report(what, ms, rows=n_rows, gb_per_s=round(rate), **of_copies)
 
 
 def bench_few(copied: float, repeats: int) -> None:
@@ -98,9 +120,7 @@ def bench_few(copied: float, repeats: int) -> None:
         for n_rows in FEW:
             x, out = random_rows(n_rows, n_in), bf16(n_rows, n_out)
             calls = [partial(fp8_linear_hip, x, tiles, out) for tiles in sets]
-            ms = many_ms(calls, repeats)
-            rate = n_out * n_in / ms / 1e6
-            report(f"{name}, few rows", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+            report_rate(f"{name}, few rows", n_rows, n_out * n_in, many_ms(calls, repeats), copied, repeats)
 
 
 def bench_together(n_rows: int, repeats: int) -> None:
@@ -180,8 +200,21 @@ def bench_head(copied: float, repeats: int) -> None:
     for n_rows in FEW:
         x, out = random_rows(n_rows, n_in), torch.empty((n_rows, n_out), device="cuda")
         ms = many_ms([partial(f32_linear_hip, x, tiles, out)], repeats)
-        rate = 2 * n_out * n_in / ms / 1e6
-        report("head, few rows", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
+        report_rate("head, few rows", n_rows, 2 * n_out * n_in, ms, copied, repeats)
+
+
+def bench_router(repeats: int) -> None:
+    """Logits and choice, the rows rounded for the experts on the way."""
+    n_experts = 384
+    gates = [prepare_bf16_weight(torch.randn((n_experts, WIDTH), device="cuda").bfloat16()) for _ in range(24)]
+    bias, counter = torch.zeros(n_experts, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    for n_rows in (*FEW, 16):
+        x = torch.randn((n_rows, WIDTH), device="cuda").bfloat16()
+        scores = torch.empty((n_rows, n_experts), device="cuda")
+        weights = torch.empty((n_rows, Layer.CHOSEN), device="cuda")
+        outs = (scores, weights.int(), weights, counter, None, torch.empty_like(x))
+        ms = many_ms([partial(router_hip, x, gate, bias, 1.5, *outs) for gate in gates], repeats)
+        report("router", ms, rows=n_rows)
 
 
 class Layer:
@@ -245,13 +278,12 @@ class Layer:
 def bench_experts(copied: float, repeats: int) -> None:
     """Routed and shared experts together, the sort and the sum included."""
     layer = Layer(384)
-    for n_rows in (1, 6, 48, 256):
+    for n_rows in (1, 6, 16, 17, 48, 256):
         choices = [layer.choose(n_rows, seed) for seed in range(4)]
-        n_bytes = sum(len(ids.unique()) for ids in choices) / len(choices) * layer.expert_bytes + layer.shared_bytes
+        n_experts = sum(len(ids.unique()) for ids in choices) / len(choices)
         ms = many_ms([layer.call(n_rows, ids) for ids in choices], repeats)
-        rate = n_bytes / ms / 1e6
-        report("experts", ms, rows=n_rows, gb_per_s=round(rate), of_copy=round(rate / copied, 3))
-    for n_rows in (1024, 2048, 4096):
+        report_rate("experts", n_rows, int(n_experts * layer.expert_bytes) + layer.shared_bytes, ms, copied, repeats)
+    for n_rows in (512, 1024, 2048):
         ms = many_ms([layer.call(n_rows, layer.choose(n_rows, seed)) for seed in range(2)], repeats)
         tera_ops = 6 * n_rows * (layer.CHOSEN + 1) * WIDTH * INNER / 1e12
         report("experts", ms, rows=n_rows, tflops=round(tera_ops / ms * 1e3, 1))
@@ -276,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench_together(n_rows, args.repeats)
         for n_rows in (48, 128, 2048):
             bench_dense(n_rows, args.repeats)
+        bench_router(args.repeats)
         bench_experts(copied, args.repeats)
     return 0
 
