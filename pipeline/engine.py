@@ -50,7 +50,7 @@ from rocline.pipeline.simulate import best_groups
 from rocline.pipeline.stats import StageStats, State, Stats
 from rocline.pipeline.stream import Stream
 from rocline.pipeline.timeline import Intervals, Timeline
-from rocline.pipeline.warm_up import warm_up
+from rocline.pipeline.warm_up import prepare_kernels, warm_up
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 from rocline.pipeline.worker import Task, Worker
 
@@ -131,6 +131,9 @@ class Engine:
             reserve_tokens=options.reserve_tokens,
             n_groups=lambda n: options.groups or best_groups(model, self.placement, n),
         )
+        warms_up = options.device == "hip" if warms_up is None else warms_up
+        if warms_up and options.device == "hip":
+            prepare_kernels(config, options)
         self._pages = Pages(-(-kv_tokens // page_positions), page_positions)
         self._assembly = assemble(config, source, options, layout, self._pages, poison)
         self._schedule = Schedule(limits, self._pages, partial(reach_for, text))
@@ -144,7 +147,7 @@ class Engine:
         self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
         for worker in self._workers:
             worker.start()
-        if options.device == "hip" if warms_up is None else warms_up:
+        if warms_up:
             try:
                 self._assembly.capture_steps(options.running, self.context)
                 warm_up(partial(self._take, State.STARTING), options, self.context, text.vocab_size)

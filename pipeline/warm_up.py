@@ -11,8 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from rocline.engine.config import ModelConfig
+from rocline.engine.home import PaperHome
+from rocline.engine.model import Model
 from rocline.engine.sampling import SamplingParams
-from rocline.hip_kernels.kernel import compiler
+from rocline.engine.shapes import SLAB_BYTES, shape_weights
+from rocline.hip_kernels.binding import shapes_only
+from rocline.hip_kernels.kernel import compiler, prepare, seen
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import QueueFull, Request
 from rocline.pipeline.stream import Stream
@@ -36,6 +41,23 @@ def warm_up_requests(options: Options, context: int, vocab_size: int) -> Iterato
     yield [request(options.chunk_rows, **penalties, **limits)]
     short = SHORT_PROMPTS * -(-options.running // len(SHORT_PROMPTS))
     yield [request(n_rows, temperature=number % 2) for number, n_rows in enumerate(short[: options.running])]
+
+
+def prepare_kernels(config: ModelConfig, options: Options) -> None:
+    """Compile what the layers launch for any number of rows, on every core, and load it on every card.
+
+    Which kernels those are, a run on paper says. Raises CompileError.
+    """
+    began_s, longest = time.monotonic(), options.chunk_rows + max(SHORT_PROMPTS)
+    with shapes_only(), seen() as kernels:
+        home = PaperHome(config.text_config, options.reference_op)
+        model = Model(config, shape_weights(config), kv_tokens=longest, arena_bytes=SLAB_BYTES, home=home)
+        for n_rows in (*SHORT_PROMPTS, options.chunk_rows):
+            handle = model.open()
+            model.prefill(handle, [0] * n_rows, chunk_rows=n_rows)
+            model.close(handle)
+    prepare(kernels, lambda n_done, n_all, what: log.debug("kernel %d of %d: %s", n_done, n_all, what))
+    log.info("%d kernels are there after %.1f s", len(kernels), time.monotonic() - began_s)
 
 
 def warm_up(take: Callable[[Request], Stream], options: Options, context: int, vocab_size: int) -> None:
