@@ -313,7 +313,13 @@ def _no_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _weights(place: Choice, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
     none_bf16, roles = torch.empty((0, config.hidden_size), dtype=torch.bfloat16), config.layers
-    layers: dict[int, SideWeights] = {n: _layer(place, config, roles[n], source.layer(n)) for n in part.layers}
+    layers: dict[int, SideWeights] = {}
+    stores: dict[int, tuple[Any, Any]] = {}  # of experts, prepared
+    for n in part.layers:
+        weights, store = source.layer(n), source.expert_store(n)
+        if store not in stores:
+            stores[store] = place.prepare("experts", weights.experts.routed, weights.experts.shared)
+        layers[n] = _layer(place, config, roles[n], weights, *stores[store])
     layers |= {n: _side(place, roles[n], source.side(n)) for n in part.sides}
     return ModelWeights(
         place.put(source.embed_bf16 if part.begins else none_bf16),
@@ -323,8 +329,10 @@ def _weights(place: Choice, config: TextConfig, source: WeightSource, part: Part
     )
 
 
-def _layer(place: Choice, config: TextConfig, role: LayerRole, weights: LayerWeights) -> LayerWeights:
-    """One layer's weights, each prepared for the operator that reads it."""
+def _layer(
+    place: Choice, config: TextConfig, role: LayerRole, weights: LayerWeights, routed: Any, shared: Any
+) -> LayerWeights:
+    """One layer's weights, each prepared for the operator that reads it; experts are so already."""
     put, prepare = place.put, place.prepare
 
     def mhc(op: str, of: MhcWeights) -> MhcWeights:
@@ -334,7 +342,6 @@ def _layer(place: Choice, config: TextConfig, role: LayerRole, weights: LayerWei
         return prepare("fp8_linear", weight)
 
     attention, experts, indexer, engram = weights.attention, weights.experts, weights.indexer, weights.engram
-    routed, shared = prepare("experts", experts.routed, experts.shared)
     side = _side(place, role, weights)
     return LayerWeights(
         side.attn_norm_bf16,

@@ -54,7 +54,10 @@ class LayerWeights(SideWeights):
 
 
 class WeightSource(Protocol):
-    """Where a model's weights come from, by piece: embed_bf16, head_bf16 [V, D], norm_bf16 [D], layers."""
+    """Where a model's weights come from, by piece: embed_bf16, head_bf16 [V, D], norm_bf16 [D], layers.
+
+    expert_store  layers of which this is the same have the same routed and shared experts: they need them once
+    """
 
     @property
     def embed_bf16(self) -> Tensor: ...
@@ -64,6 +67,7 @@ class WeightSource(Protocol):
     def head_bf16(self) -> Tensor: ...
     def layer(self, layer: int) -> LayerWeights: ...
     def side(self, layer: int) -> SideWeights: ...
+    def expert_store(self, layer: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class ModelWeights:
 
     def side(self, layer: int) -> SideWeights:
         return self.layers[layer]
+
+    def expert_store(self, layer: int) -> int:
+        return layer
 
     @property
     def engram_tables(self) -> dict[int, EngramTable]:
@@ -130,12 +137,15 @@ class StoredWeights:
     def layer(self, layer: int) -> LayerWeights:
         prefix = f"layers.{layer}."
         names = [name for name in self._served if name.startswith(prefix)]
-        return _layer(self.read(names), self._config, layer, self._id_map)
+        return layer_weights(self.read(names), self._config, layer, self._id_map)
 
     def side(self, layer: int) -> SideWeights:
         prefix = f"layers.{layer}.attn"
         parts = prefix + "_norm.", prefix + ".compressor.", prefix + ".indexer.wk.", prefix + ".indexer.k_norm."
-        return _side(self.read([name for name in self._served if name.startswith(parts)]), self._config, layer)
+        return side_weights(self.read([name for name in self._served if name.startswith(parts)]), self._config, layer)
+
+    def expert_store(self, layer: int) -> int:
+        return layer
 
     def all(self) -> ModelWeights:
         return model_weights(self.read(self._served), self._config, self._id_map)
@@ -172,7 +182,7 @@ def load_weights(
 
 def model_weights(loaded: Mapping[str, Tensor], config: TextConfig, id_map: np.ndarray) -> ModelWeights:
     """Put tensors in their places by name; those of routed experts are stacks named as `stack_of` says."""
-    layers = {role.layer: _layer(loaded, config, role.layer, id_map) for role in config.layers}
+    layers = {role.layer: layer_weights(loaded, config, role.layer, id_map) for role in config.layers}
     return ModelWeights(loaded["embed.weight"], loaded["norm.weight"], loaded["head.weight"], layers)
 
 
@@ -223,7 +233,8 @@ def _check_values(loaded: dict[str, Tensor], skip: set[str]) -> None:
             check_quantised(name, "e2m1x2" if ".ffn.experts." in name else "e4m3", tensor, loaded[scale])
 
 
-def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:
+def layer_weights(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:
+    """A layer's tensors in their places, by name as in model_weights."""
     role, prefix = config.layers[layer], f"layers.{layer}."
 
     def get(name: str) -> Tensor:
@@ -250,7 +261,7 @@ def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map:
             config.engram_pad_token_id,
         )
         engram = EngramWeights(fp8("engram.wkv"), get("engram.q_weight"), get("engram.k_weight"), table)
-    side = _side(loaded, config, layer)
+    side = side_weights(loaded, config, layer)
     return LayerWeights(
         side.attn_norm_bf16,
         side.compressor,
@@ -278,7 +289,8 @@ def _layer(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map:
     )
 
 
-def _side(loaded: Mapping[str, Tensor], config: TextConfig, layer: int) -> SideWeights:
+def side_weights(loaded: Mapping[str, Tensor], config: TextConfig, layer: int) -> SideWeights:
+    """Those of a layer's key/value side."""
     role, prefix = config.layers[layer], f"layers.{layer}."
 
     def get(name: str) -> Tensor:

@@ -116,8 +116,8 @@ class Choice:
         return name in self.kernels
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device for good, at load."""
-        return tensor.to(self.torch_device)
+        """A tensor on the device for good, at load."""
+        return tensor.to(self.torch_device).contiguous()
 
     def prepare(self, op: str, *weights: Any) -> Any:
         """Weights on the device, as the operator reads them there; at load, on the stream. Numbers pass as they are.

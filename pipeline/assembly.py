@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rocline.engine.config import ModelConfig
 from rocline.engine.home import HipHome, Home, HostHome, PaperHome, Part
+from rocline.engine.layout import expected_tensors
 from rocline.engine.pages import Pages, scored_sources
 from rocline.engine.routes import StageLayers, routes
 from rocline.engine.stage import Stage
@@ -54,10 +55,10 @@ class Assembly:
                 stage.capture_steps(memory_of, most_rows, context)
 
 
-def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int) -> Layout:
+def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int, source: WeightSource) -> Layout:
     """Raises PlacementError when the model cannot be cut as `options` say or does not fit, HipError without a GPU."""
     if options.device == "hip":
-        return _on_cards(config, options, context, kv_tokens)
+        return _on_cards(config, options, context, kv_tokens, source)
     placement = host_placement(
         CostModel(config),
         options.placement,
@@ -68,7 +69,7 @@ def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int)
     return Layout(placement, _arenas(options, [int(HOST_ARENA_GIB * GIB)] * options.stages), None)
 
 
-def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: int) -> Layout:
+def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: int, source: WeightSource) -> Layout:
     """As the memory plan says, of what is free on the fullest card."""
     n_there = len(devices())
     n_devices = options.devices or min(options.stages, n_there)
@@ -77,7 +78,7 @@ def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: in
     used = devices()[:n_devices]
     request = Request(
         n_devices=n_devices,
-        device_bytes=min(device.memory().free_bytes for device in used),
+        device_bytes=min(device.memory().free_bytes for device in used) + _shared_bytes(config, source, n_devices),
         n_stages=options.stages,
         kind=options.placement,
         context=context,
@@ -89,6 +90,17 @@ def _on_cards(config: ModelConfig, options: Options, context: int, kv_tokens: in
     arenas = _arenas(options, [max(planned, _least_arena(config, options)) for planned in plan.arena_bytes])
     _check_room(plan, arenas)
     return Layout(plan.placement, arenas, tuple(device.index for device in used))
+
+
+def _shared_bytes(config: ModelConfig, source: WeightSource, n_devices: int) -> int:
+    """Of experts that the plan counts for every layer on a card, and layers share: at least so much of each card."""
+    n_layers = config.text_config.num_hidden_layers
+    stores = {source.expert_store(layer) for layer in range(n_layers)}
+    n_more = -(-n_layers // n_devices) - len(stores)
+    if n_more <= 0:
+        return 0
+    parts = "layers.0.ffn.experts.", "layers.0.ffn.shared_experts."
+    return n_more * sum(spec.n_bytes for name, spec in expected_tensors(config).items() if name.startswith(parts))
 
 
 def _check_room(plan: Plan, arenas: Sequence[int]) -> None:

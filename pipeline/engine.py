@@ -112,7 +112,7 @@ class Engine:
         self.config, self.options = config, options
         self.context = min(options.context or text.max_position_embeddings, text.max_position_embeddings)
         kv_tokens = options.kv_tokens or 2 * self.context
-        layout = lay_out(config, options, self.context, kv_tokens)
+        layout = lay_out(config, options, self.context, kv_tokens, source)
         self.placement, self._on_failure = layout.placement, on_failure
         self._lock = threading.Condition(threading.Lock())
         self._state, self._reason = State.STARTING, ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import NamedTuple
@@ -11,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from rocline.hip_kernels.runtime import HipError, check, check_one_runtime, hip, torch_sees_gpus
-from rocline.tools.bootstrap import ROCM_TABLE, ROOT, BootstrapError, RocmRow, find_rocm, pick_row
+from rocline.tools.bootstrap import ROCM_TABLE, BootstrapError, RocmRow, find_rocm, pick_row
+from rocline.tools.checkout import commit
 from rocline.tools.doctor_checks import Cards, Check, System, text_of
 
 TRIED_PYTHONS = ("3.11", "3.12")
@@ -36,7 +36,7 @@ def installed(found: Cards) -> Installed:
     return Installed(
         python_version(),
         _version("rocline"),
-        _commit(),
+        commit(),
         str(torch.__version__),
         torch.version.hip,
         _version("hip-python"),
@@ -49,18 +49,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that this file is in, with a word where files differ from it."""
-    if not (ROOT / ".git").exists():
-        return None
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*", "--abbrev=12"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def versions(system: System, found: Cards, have: Installed) -> Check:

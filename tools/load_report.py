@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from rocline.tools.checkout import commit
 from rocline.tools.load_client import InputError
 from rocline.tools.load_protocols import AnotherHash
 
 FORMAT = 1  # of the JSON object; another number: fields have changed their meaning
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Figure(NamedTuple):
@@ -44,26 +42,13 @@ def environment() -> dict[str, Any]:
     """The machine of the client, which is the server's only where one runs on the other."""
     return {
         "rocline": version("rocline"),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
-        "aiohttp": aiohttp.__version__,
+        "aiohttp": version("aiohttp"),
         "platform": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
     }
-
-
-def _commit() -> str | None:
-    """Of the checkout that runs, with "+" where it has changes; None for an installed package."""
-    if not (ROOT / ".git").exists():
-        return None
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + "+" * bool(changes)
 
 
 def _cpu() -> str:
