@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,41 @@ class FreshRows:
     keys_u8: Tensor
 
 
+class Place(NamedTuple):
+    """Where a tensor of a hand-off lies: the field, its first byte, shape and dtype."""
+
+    field: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A hand-off's tensors in one piece of memory, which is moved whole; they may have more rows than the hand-off.
+
+    data_u8 [bytes]; places of every tensor that is per row
+    """
+
+    data_u8: Tensor
+    places: tuple[Place, ...]
+
+    def tensors(self, n_rows: int | None = None) -> dict[str, Any]:
+        """By field, the first n_rows rows of each, or all."""
+        return {place.field: self._tensor(place)[:n_rows] for place in self.places}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies here."""
+        return 0 <= tensor.data_ptr() - self.data_u8.data_ptr() < self.data_u8.nbytes
+
+    def _tensor(self, place: Place) -> Tensor:
+        typed, strides, step = self.data_u8.view(place.dtype), list[int](), 1
+        for size in reversed(place.shape):
+            strides.append(step)
+            step *= size
+        return typed.as_strided(place.shape, strides[::-1], typed.storage_offset() + place.start // typed.itemsize)
+
+
 @dataclass(frozen=True)
 class HandOff:
     """Rows between two layers. The letters: R rows, n streams, D hidden, K list length, C candidate blocks.
@@ -121,6 +156,7 @@ class HandOff:
     lease          what the tensors above lie in, once the stage that made them has ended; None inside a stage
     engram         table rows gathered for these rows; None where each Engram layer gathers its own, and after the
                    last one. Whoever ends the rows' way before that releases it
+    packed         what the tensors per row are views of, where they lie together; a stage at work replaces some
     """
 
     spans: tuple[RowSpan, ...]
@@ -133,6 +169,7 @@ class HandOff:
     fresh: tuple[FreshRows, ...] = ()
     lease: Lease | None = None
     engram: EngramRows | None = None
+    packed: Packed | None = None
 
     @property
     def n_rows(self) -> int:
@@ -145,25 +182,28 @@ class HandOff:
 
     def tensors(self) -> list[Tensor]:
         """Everything that must travel with the rows."""
-        per_row = (self.positions_i32, self.lookback_i32, self.streams_bf16, self.pre_f32)
-        maybe = [t for t in (self.selected_i32, self.blocks_i32) if t is not None]
-        return [*per_row, *maybe, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
+        maybe = (self.selected_i32, self.blocks_i32)
+        per_row = [self.positions_i32, self.lookback_i32, self.streams_bf16, self.pre_f32]
+        per_row += [t for t in maybe if t is not None]
+        if packed := self.packed:
+            per_row = [packed.data_u8, *(t for t in per_row if not packed.holds(t))]
+        return [*per_row, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
 
     def copied(self) -> HandOff:
         """The same rows in the memory that this thread uses: what a transport to another stage amounts to."""
+        return self.moved(_copied)
 
-        def copy(tensor: Tensor) -> Tensor:
-            out = scratch.like(tensor, len(tensor))
-            if is_host and tensor.is_contiguous() and 0 < tensor.nbytes <= FEW_BYTES:
-                _memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-            else:
-                copy_rows(tensor, out)
-            return out
-
-        is_host = not scratch.is_on_device()
-
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> HandOff:
+        """The same rows, not leased, with `copy` of every tensor that travels, in no particular order."""
         fresh = tuple(replace(f, rows_u8=copy(f.rows_u8), keys_u8=copy(f.keys_u8)) for f in self.fresh)
-        return self._per_row(copy, fresh=fresh, lease=None)
+        if not self.packed:
+            return self._per_row(copy, fresh=fresh, lease=None)
+        packed = replace(self.packed, data_u8=copy(self.packed.data_u8))
+        return replace(self, fresh=fresh, lease=None, packed=packed, **packed.tensors(self.n_rows))
+
+    def unpacked(self) -> HandOff:
+        """The same rows with every tensor by itself, in the memory that this thread uses."""
+        return self._per_row(_copied) if self.packed else self
 
     def release(self) -> None:
         """Give back the memory of a hand-off whose receiver has its copy."""
@@ -180,6 +220,7 @@ class HandOff:
             pre_f32=change(self.pre_f32),
             selected_i32=None if self.selected_i32 is None else change(self.selected_i32),
             blocks_i32=None if self.blocks_i32 is None else change(self.blocks_i32),
+            packed=None,
             **others,
         )
 
@@ -209,6 +250,15 @@ class HandOff:
         engram = self.engram and self.engram.pick(index)
         here = scratch.upload(index)
         return replace(self._per_row(lambda tensor: gathered(tensor, here)), spans=spans, engram=engram)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    out = scratch.like(tensor, len(tensor))
+    if not scratch.is_on_device() and tensor.is_contiguous() and 0 < tensor.nbytes <= FEW_BYTES:
+        _memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    else:
+        copy_rows(tensor, out)
+    return out
 
 
 def positions_of(spans: Iterable[RowSpan]) -> Tensor:

@@ -31,7 +31,7 @@ from rocline.engine.sequence import (
     ring_slots,
     stand_in,
 )
-from rocline.engine.steps import MemoryOf, StepRoom, Steps
+from rocline.engine.steps import Capturing, MemoryOf, StepRoom, Steps
 from rocline.engine.weights import LayerWeights, SideWeights
 from rocline.hip_kernels.attention_hip import Selected, Windows
 from rocline.hip_kernels.formats import RowFormat
@@ -107,7 +107,7 @@ class Stage:
         ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
         self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
-        self.steps = Steps(self.config, self.visits, rope, self._layers, self.sequences)
+        self.steps = Steps(self.config, self.visits, rope, self.sequences)
 
     def _ring_rooms(
         self, ring_data: RingData, sequences_at_once: int | None
@@ -150,7 +150,7 @@ class Stage:
         tables = {n: w.engram.table for n, w in self.weights.items() if isinstance(w, LayerWeights) and w.engram}
         room = StepRoom(most_rows, -(-context // self.planes.page_positions), context)
         made_up = partial(stand_in, self._windows, self._pairs, self.config.sliding_window)
-        self.steps.capture(self.memory, memory_of, made_up, tables, room)
+        self.steps.capture(self.memory, memory_of, Capturing(self._layers, made_up, tables), room)
 
     def snapshot(self, sequence: int) -> Rings:
         """The rings as they are, in host memory. Waits for the device."""
@@ -204,7 +204,7 @@ class Stage:
                     state.add_row(span.start, work.layers, work.kv_sides & self._pairs.keys(), window)
                 rows = self.steps.run(step, rows)
             else:
-                rows = self._layers(visit, rows, self._tables(rows), between, record)
+                rows = self._layers(visit, rows.unpacked(), self._tables(rows), between, record)
             return replace(rows, lease=self.memory.lease(rows.tensors()))
 
     def _layers(

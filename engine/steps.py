@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,14 +15,14 @@ from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import TableRows
-from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, reach_for
+from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, RowSpan, reach_for
 from rocline.engine.kv_side import closed_by
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import StageLayers
 from rocline.engine.row_tables import RowTables
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import SequenceState
-from rocline.engine.step_tables import StepPlaces, StepRope, StepSizes, StepTables
+from rocline.engine.step_tables import ALIGNMENT, StepPlaces, StepRope, StepSizes, StepTables
 from rocline.hip_kernels.binding import shapes_only
 from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.kernel import Kernel, prepare, seen
@@ -33,6 +34,19 @@ GROWS = 1.25
 
 Layers = Callable[[int, HandOff, RowTables], HandOff]  # of a visit, by its number
 MemoryOf = Callable[[int], StageMemory]  # of so many bytes
+
+
+class Capturing(NamedTuple):
+    """What only capturing needs.
+
+    layers         runs a visit's layers, which look their sequences up in the stage's
+    stand_in       makes the state of a sequence of one row, which owns nothing
+    engram_tables  by layer, of the layers that run here
+    """
+
+    layers: Layers
+    stand_in: Callable[[], SequenceState]
+    engram_tables: Mapping[int, EngramTable]
 
 
 class StepRoom(NamedTuple):
@@ -64,23 +78,24 @@ class Step:
     """A captured visit of a number of rows. All tensors lie in the memory that the steps of a stage share.
 
     inputs, engram  to be filled before it is launched
-    made            what it fills; the fresh rows are those of step rows that close a group, all of them here
+    made            what it fills
+    fresh           rows made for later visits, of step rows that close a group: all of them here
     """
 
     tables: StepTables
     tables_u8: Tensor
     places: StepPlaces
-    inputs: HandOff
+    inputs: Packed
     engram: StepEngram
-    made: HandOff
+    made: Packed
+    fresh: tuple[FreshRows, ...]
     graph: Graph
 
 
 class Steps:
     """Of one stage: by visit and number of rows.
 
-    layers     runs a visit's layers
-    sequences  of the stage, by number, where `layers` looks them up
+    sequences  of the stage, by number
 
     n_bytes of memory are theirs.
     """
@@ -92,41 +107,27 @@ class Steps:
         config: TextConfig,
         visits: Sequence[StageLayers],
         rope: RopeTables,
-        layers: Layers,
         sequences: dict[int, SequenceState],
     ) -> None:
-        self._config, self._visits, self._rope, self._layers = config, visits, StepRope(rope), layers
-        self._sequences = sequences
-        self._stand_in: Callable[[], SequenceState]
-        self._engram_tables: Mapping[int, EngramTable] = {}
+        self._config, self._visits, self._rope, self._sequences = config, visits, StepRope(rope), sequences
         self._steps: dict[tuple[int, int], Step] = {}
         self.n_bytes, self._memory = 0, None  # which they need for as long as they are there
         self._row_counts: list[int] = []
 
-    def capture(
-        self,
-        memory: StageMemory,
-        memory_of: MemoryOf,
-        stand_in: Callable[[], SequenceState],
-        engram_tables: Mapping[int, EngramTable],
-        room: StepRoom,
-    ) -> None:
+    def capture(self, memory: StageMemory, memory_of: MemoryOf, by: Capturing, room: StepRoom) -> None:
         """Capture all visits. Nothing else may be queued on the stage's stream meanwhile.
 
-        memory         of the stage: whose place it is
-        memory_of      makes the memory that all of the steps run in, one at a time
-        stand_in       makes the state of a sequence of one row, which owns nothing
-        engram_tables  by layer, of the layers that run here
+        memory     of the stage: whose place it is
+        memory_of  makes the memory that all of the steps run in, one at a time
 
         Raises HipError, CompileError.
         """
-        self._stand_in, self._engram_tables = stand_in, engram_tables
         most = min(room.most_rows, STEP_ROWS[-1])
         counts = [n for n, before in zip(STEP_ROWS, (0, *STEP_ROWS), strict=False) if before < most]
         keys = [(visit, n_rows) for visit in range(len(self._visits)) for n_rows in counts]
 
         def all_in(memory: StageMemory) -> dict[tuple[int, int], Step]:
-            return {key: self._captured(memory, *key, room) for key in keys}
+            return {key: self._captured(memory, *key, by, room) for key in keys}
 
         n_bytes, kernels = _on_paper(memory, all_in)
         prepare(kernels)
@@ -134,7 +135,7 @@ class Steps:
         self._steps = all_in(self._memory)
         self._row_counts = counts
 
-    def _captured(self, memory: StageMemory, visit: int, n_rows: int, room: StepRoom) -> Step:
+    def _captured(self, memory: StageMemory, visit: int, n_rows: int, by: Capturing, room: StepRoom) -> Step:
         sizes = StepSizes(n_rows, room.table_width, self._config.sliding_window)
         reach = reach_for(self._config, "full", 2)
         # Each is the second row of a sequence: it closes a pair, as only some of the rows do that come later.
@@ -143,39 +144,42 @@ class Steps:
             tables = StepTables(sizes, self._rope)
             tables_u8 = scratch.u8(len(tables.host_u8))
             places = tables.on_device(tables_u8, spans, room.context)
-            engram = StepEngram({layer: self._table_rows(layer, n_rows) for layer in self._engram_layers(visit)})
-            inputs = replace(self._inputs(visit, spans), engram=engram)
-            self._sequences.update((span.sequence, self._stand_in()) for span in spans)
+            here = [layer for layer in self._visits[visit].layers if layer in by.engram_tables]
+            engram = StepEngram({layer: _table_rows(by.engram_tables[layer], n_rows) for layer in here})
+            entered, left = _ends(self._visits[visit])
+            inputs = self._packed(n_rows, entered)
+            self._sequences.update((span.sequence, by.stand_in()) for span in spans)
             try:
                 with capture() as graph:
-                    made = self._layers(visit, inputs, places.tables)
+                    given = HandOff(spans, **inputs.tensors(), engram=engram, packed=inputs)
+                    rows = by.layers(visit, given, places.tables)
+                    made = self._packed(n_rows, left)
+                    for field, tensor in made.tensors().items():
+                        copy_rows(getattr(rows, field), tensor)
             finally:
                 for span in spans:
                     del self._sequences[span.sequence]
-            return Step(tables, tables_u8, places, inputs, engram, made, graph)
+            return Step(tables, tables_u8, places, inputs, engram, made, rows.fresh, graph)
 
-    def _engram_layers(self, visit: int) -> list[int]:
-        return [layer for layer in self._visits[visit].layers if layer in self._engram_tables]
-
-    def _table_rows(self, layer: int, n_rows: int) -> TableRows:
-        table = self._engram_tables[layer]
-        columns = n_rows, len(table.primes_i64)
-        codes, scales = (scratch.u8(*columns, of.shape[1]) for of in (table.codes_e4m3, table.scales_e8m0))
-        return TableRows(scratch.i64(*columns), codes, scales)
-
-    def _inputs(self, visit: int, spans: tuple[RowSpan, ...]) -> HandOff:
-        """Room for what enters a visit: a list once an index source has run, blocks once their producer has."""
-        config, n_rows = self._config, len(spans)
-        before = config.layers[: min(self._visits[visit].steps)]
-        return HandOff(
-            spans,
-            scratch.i32(n_rows),
-            scratch.i32(n_rows, config.engram_max_ngram_size),
-            scratch.bf16(n_rows, config.hc_mult, config.hidden_size),
-            scratch.f32(n_rows, config.hc_mult),
-            scratch.i32(n_rows, config.index_topk) if any(role.has_indexer for role in before) else None,
-            scratch.i32(n_rows, config.candidate_topk_blocks) if any(r.writes_candidates for r in before) else None,
-        )
+    def _packed(self, n_rows: int, layer: int) -> Packed:
+        """Room for what enters a layer: a list once an index source has run, blocks once their producer has."""
+        config, before = self._config, self._config.layers[:layer]
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "positions_i32": ((n_rows,), torch.int32),
+            "lookback_i32": ((n_rows, config.engram_max_ngram_size), torch.int32),
+            "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16),
+            "pre_f32": ((n_rows, config.hc_mult), torch.float32),
+        }
+        if any(role.has_indexer for role in before):
+            shapes["selected_i32"] = (n_rows, config.index_topk), torch.int32
+        if any(role.writes_candidates for role in before):
+            shapes["blocks_i32"] = (n_rows, config.candidate_topk_blocks), torch.int32
+        places, end = [], 0
+        for field, (shape, dtype) in shapes.items():
+            places.append(Place(field, end, shape, dtype))
+            end += prod(shape) * dtype.itemsize
+            end += -end % ALIGNMENT
+        return Packed(scratch.u8(end), tuple(places))
 
     def find(self, visit: int, rows: HandOff) -> Step | None:
         """The step that these rows may run as."""
@@ -186,12 +190,14 @@ class Steps:
 
     def run(self, step: Step, rows: HandOff) -> HandOff:
         """A visit's rows, in this thread's memory, from what enters it there."""
-        spans, n_rows = rows.spans, rows.n_rows
+        spans, from_i64 = rows.spans, step.places.from_i64
         step.tables.fill(spans, [self._sequences[span.sequence] for span in spans])
         scratch.put(step.tables.host_u8, step.tables_u8)
-        from_i64 = step.places.from_i64
-        for given, into in _pairs(rows, step.inputs, bool(step.engram.layers)):
-            _fill(into, given, from_i64)
+        if rows.packed and rows.packed.places == step.inputs.places:
+            copy_rows(rows.packed.data_u8, step.inputs.data_u8)
+        else:
+            for field, into in step.inputs.tensors().items():
+                _fill(into, getattr(rows, field), from_i64)
         engram = rows.engram
         for layer, into_rows in step.engram.layers.items():
             assert engram is not None
@@ -201,20 +207,9 @@ class Steps:
             engram.release()
             engram = None
         step.graph.launch()
-        inputs, made = step.inputs, step.made
-
-        def own(tensor: Tensor | None, before: Tensor | None, given: Tensor | None) -> Tensor | None:
-            return given if tensor is before or tensor is None else _first(tensor, n_rows)
-
-        return replace(
-            rows,
-            streams_bf16=_first(made.streams_bf16, n_rows),
-            pre_f32=_first(made.pre_f32, n_rows),
-            selected_i32=own(made.selected_i32, inputs.selected_i32, rows.selected_i32),
-            blocks_i32=own(made.blocks_i32, inputs.blocks_i32, rows.blocks_i32),
-            fresh=(*rows.fresh, *self._fresh(made.fresh, spans)),
-            engram=engram,
-        )
+        packed = replace(step.made, data_u8=_copied(step.made.data_u8))
+        fresh = (*rows.fresh, *self._fresh(step.fresh, spans))
+        return HandOff(spans, **packed.tensors(rows.n_rows), fresh=fresh, engram=engram, packed=packed)
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
         """Of the fresh rows those that the spans close."""
@@ -222,9 +217,22 @@ class Steps:
         for of in made:
             row, ratio = -1 - of.sequence, self._config.layers[of.source].ratio
             if row < len(spans) and closed_by(spans[row], ratio):
-                rows_u8, keys_u8 = _first(of.rows_u8, 1), _first(of.keys_u8, 1)
+                rows_u8, keys_u8 = _copied(of.rows_u8), _copied(of.keys_u8)
                 fresh.append(FreshRows(of.source, spans[row].sequence, spans[row].start // ratio, rows_u8, keys_u8))
         return fresh
+
+
+def _ends(visit: StageLayers) -> tuple[int, int]:
+    """The layer that a visit's rows enter, and the next one when they leave. A key/value side alone is no layer."""
+    if visit.layers:
+        return min(visit.layers), max(visit.layers) + 1
+    return min(visit.kv_sides), min(visit.kv_sides)
+
+
+def _table_rows(table: EngramTable, n_rows: int) -> TableRows:
+    columns = n_rows, len(table.primes_i64)
+    codes, scales = (scratch.u8(*columns, of.shape[1]) for of in (table.codes_e4m3, table.scales_e8m0))
+    return TableRows(scratch.i64(*columns), codes, scales)
 
 
 def _on_paper(memory: StageMemory, all_in: Callable[[StageMemory], object]) -> tuple[int, Collection[Kernel]]:
@@ -244,18 +252,6 @@ def _is_step(span: RowSpan) -> bool:
     return span.kind is RowKind.DECODE and span.n_rows == 1 and span.keeps_rows
 
 
-def _pairs(rows: HandOff, inputs: HandOff, with_lookback: bool) -> list[tuple[Tensor, Tensor]]:
-    """What enters a visit, and where it goes."""
-    pairs = [(rows.streams_bf16, inputs.streams_bf16), (rows.pre_f32, inputs.pre_f32)]
-    if with_lookback:
-        pairs.append((rows.lookback_i32, inputs.lookback_i32))
-    for given, into in ((rows.selected_i32, inputs.selected_i32), (rows.blocks_i32, inputs.blocks_i32)):
-        if into is not None:
-            assert given is not None
-            pairs.append((given, into))
-    return pairs
-
-
 def _fill(into: Tensor, given: Tensor, from_i64: Tensor) -> None:
     """Rows that are not there are copies of the last one."""
     if len(given) == len(into):
@@ -264,8 +260,8 @@ def _fill(into: Tensor, given: Tensor, from_i64: Tensor) -> None:
         gather_rows(given, from_i64, into)
 
 
-def _first(tensor: Tensor, n_rows: int) -> Tensor:
-    """A copy of its first rows in this thread's memory."""
-    out = scratch.like(tensor, n_rows)
-    copy_rows(tensor[:n_rows], out)
+def _copied(tensor: Tensor) -> Tensor:
+    """In this thread's memory."""
+    out = scratch.like(tensor, len(tensor))
+    copy_rows(tensor, out)
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.stream = 0  # a hipStream_t
+        self.made_on = 0  # the runtime's current device, which Device.current() moves alone
         self.captures = False  # whether what is put on it is captured instead, see graph.py
         self.entered: list[tuple[int, int, AbstractContextManager[Any]]] = []  # what to return to
 
@@ -153,6 +155,7 @@ def devices() -> tuple[Device, ...]:
 def set_device(index: int) -> None:
     """Make it the runtime's current device in this thread."""
     check(hip().hipSetDevice(index), f"hipSetDevice to {index}")
+    here.made_on = index
 
 
 class Slab:
@@ -235,6 +238,10 @@ class Stream:
         check(hip().hipStreamSynchronize(self.handle), f"hipStreamSynchronize on {self.device}")
 
 
+# Handles of events that are gone, for those to come: a step has a dozen, and making one takes longer than recording it.
+_spare_events: dict[tuple[int, bool], deque[int]] = {}
+
+
 class Event:
     """A point in a stream. Only timed ones can be asked for ms_since; others cost less.
 
@@ -242,9 +249,16 @@ class Event:
     """
 
     def __init__(self, timed: bool = False) -> None:
-        flags = 0 if timed else hip().hipEventDisableTiming
-        self.handle = int(check(hip().hipEventCreateWithFlags(flags), f"an event on device {here.device}"))
-        weakref.finalize(self, hip().hipEventDestroy, self.handle).atexit = False
+        self._spare = _spare_events.setdefault((here.made_on, timed), deque())
+        try:
+            self.handle = self._spare.pop()
+        except IndexError:
+            flags = 0 if timed else hip().hipEventDisableTiming
+            self.handle = int(check(hip().hipEventCreateWithFlags(flags), f"an event on device {here.device}"))
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._spare.append(self.handle)
 
     def record(self) -> Event:
         """Move it to the current stream's present end. Returns itself."""
@@ -253,7 +267,8 @@ class Event:
         return self
 
     def done(self) -> bool:
-        """Whether the stream has passed it; also true before the first record(). Does not wait."""
+        """Whether the stream has passed what was recorded last, of which nobody knows before a first record(). Does not
+        wait."""
         refuse_in_capture("hipEventQuery")
         result = hip().hipEventQuery(self.handle)
         if result[0] == hip().hipError_t.hipErrorNotReady:

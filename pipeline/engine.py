@@ -47,7 +47,7 @@ from rocline.pipeline.request import (
 )
 from rocline.pipeline.schedule import MAX_STEP_ROWS, Entry, Job, Limits, Schedule
 from rocline.pipeline.simulate import best_groups
-from rocline.pipeline.stats import StageStats, State, Stats
+from rocline.pipeline.stats import State, Stats
 from rocline.pipeline.stream import Stream
 from rocline.pipeline.timeline import Intervals, Timeline
 from rocline.pipeline.warm_up import prepare_kernels, warm_up
@@ -252,7 +252,7 @@ class Engine:
                 n_pages=self._pages.n_pages,
                 free_pages=self._pages.n_free,
                 page_positions=self._pages.page_positions,
-                stages=tuple(map(_stage_stats, self._workers)),
+                stages=tuple(worker.stats() for worker in self._workers),
                 memory=self.headroom.readings(),
             )
 
@@ -327,7 +327,7 @@ class Engine:
         self._put(task)
 
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
-        self._look()  # what the job's earlier visits have found is known by now
+        self._settle()  # what the job's earlier visits have found is known by now
         with self._lock:
             told = []
             for entry, span in zip(job.entries, job.spans, strict=True):
@@ -339,11 +339,17 @@ class Engine:
                 self._tell(running, news)
             self._advance()
 
-    def _look(self) -> None:
+    def _settle(self) -> None:
+        """Give back what has been copied, and end requests whose rows are bad."""
         self._assembly.transport.sweep()
         for worker in self._workers:
-            if bad := worker.look():
+            if bad := worker.found():
                 self.bad(worker, bad)
+
+    def _look(self) -> None:
+        self._settle()
+        for worker in self._workers:
+            worker.look()
 
     def bad(self, worker: Worker, rows: list[BadRow]) -> None:
         with self._lock:
@@ -479,20 +485,6 @@ class Engine:
             self._lock.notify_all()
         log.error("%s", reason)
         self._on_failure(reason)
-
-
-def _stage_stats(worker: Worker) -> StageStats:
-    layers = tuple(layer for visit in worker.stage.visits for layer in visit.layers)
-    return StageStats(
-        stage=worker.number,
-        device=worker.device,
-        layers=layers,
-        busy=worker.is_busy,
-        busy_s=worker.busy_s,
-        steps=worker.n_steps,
-        waiting=worker.n_waiting,
-        arena=worker.stage.memory.arena.stats(),
-    )
 
 
 def _ids(job: Job) -> dict[int, array[int]]:

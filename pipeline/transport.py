@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Literal, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from rocline.engine import scratch
-from rocline.engine.handoff import FreshRows, HandOff
+from rocline.engine.handoff import HandOff
 from rocline.engine.scratch import Lease, StageMemory
 from rocline.hip_kernels.driver import (
     Device,
@@ -169,7 +169,7 @@ class PeerCopies:
             return out
 
         with scratch.use(memory):
-            received = _with_tensors(sent, lend)
+            received = sent.moved(lend)
         # What was lent may be an earlier step's on this very stream, which is perhaps not done with it yet.
         lent, copied = Event().record(), Event()
         lease.copies.append(copied)
@@ -219,23 +219,6 @@ class PeerCopies:
 def _check_current(device: int, doing: str) -> None:
     if here.device != device:
         raise ValueError(f"{doing} device {device}: the current stream is of device {here.device}; enter the stage's")
-
-
-def _with_tensors(rows: HandOff, change: Callable[[Tensor], Tensor]) -> HandOff:
-    """The same rows, not leased, with every tensor changed, in no particular order."""
-
-    def changed(value: object) -> object:
-        if isinstance(value, Tensor):
-            return change(value)
-        if isinstance(value, tuple) and value and isinstance(value[0], FreshRows):
-            return tuple(replace(fresh, **_changes(fresh, changed)) for fresh in value)
-        return value
-
-    return replace(rows, **_changes(rows, changed) | {"lease": None})  # type: ignore[arg-type]
-
-
-def _changes(record: HandOff | FreshRows, changed: Callable[[object], object]) -> dict[str, object]:
-    return {field.name: changed(getattr(record, field.name)) for field in fields(record)}
 
 
 _Part = tuple[int, int, int]  # to address, from address, n_bytes

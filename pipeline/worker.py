@@ -20,11 +20,15 @@ from rocline.engine.row_checks import BadRow
 from rocline.engine.stage import Stage
 from rocline.pipeline.lanes import Lanes
 from rocline.pipeline.schedule import Job
+from rocline.pipeline.stats import StageStats
 from rocline.pipeline.timeline import Kind, Timeline
 from rocline.pipeline.transport import Transport
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 
 POLL_S = 1e-4  # between two looks at what a device is still doing
+# Python's own 5 ms, after which a thread gives way, are longer than a stage's visit of a step. For entry points.
+SWITCH_INTERVAL_S = 5e-4
+MOST_LASTING = 64  # things that the timeline does not have yet
 
 
 @dataclass(eq=False, slots=True)
@@ -154,8 +158,13 @@ class Worker:
     def is_busy(self) -> bool:
         return self._is_performing or bool(self._lasting)
 
-    def look(self) -> list[BadRow]:
-        """What the device has done since the last look goes on the timeline. Bad rows found since then. Any thread."""
+    def found(self) -> list[BadRow]:
+        """Bad rows that the device has found since the last call. Any thread."""
+        return self._checks.found()
+
+    def look(self) -> None:
+        """What the device has done since the last look goes on the timeline. Any thread. It asks HIP about every visit,
+        which holds up threads that launch: not for each step."""
         with self._looking:
             while self._lasting:
                 of = self._lasting[0]
@@ -165,11 +174,19 @@ class Worker:
                 if of.is_outer:
                     self.busy_s += (end_ns - start_ns) * 1e-9
                 self._lasting.popleft()
-        return self._checks.found()
 
-    @property
-    def n_waiting(self) -> int:
-        return len(self._lanes)
+    def stats(self) -> StageStats:
+        """This moment's figures; what the device has done since the last look is not in them."""
+        return StageStats(
+            stage=self.number,
+            device=self.device,
+            layers=tuple(layer for visit in self.stage.visits for layer in visit.layers),
+            busy=self.is_busy,
+            busy_s=self.busy_s,
+            steps=self.n_steps,
+            waiting=len(self._lanes),
+            arena=self.stage.memory.arena.stats(),
+        )
 
     def close(self, timeout_s: float) -> bool:
         """Stop after the step that runs; tasks at the door are forgotten. False if that takes too long."""
@@ -183,10 +200,11 @@ class Worker:
     def _run(self) -> None:
         torch.set_num_threads(1)  # a row's bits must not depend on how many threads added it up
         try:
-            while found := self._next():
-                self._is_performing = True
-                self._perform(*found)
-                self._is_performing = False
+            with scratch.use(self.stage.memory):  # entering it for each visit takes longer than a small step has
+                while found := self._next():
+                    self._is_performing = True
+                    self._perform(*found)
+                    self._is_performing = False
         except Exception as error:  # the engine's own: without this thread everything would wait for ever
             self._line.failed(self, None, error)
 
@@ -244,15 +262,20 @@ class Worker:
             task.end()
             line.failed(self, job, error)
             return
-        self._predictor.learn(number, visit, kind, n_rows, self._watchdog.ended(number))
+        took_s = self._watchdog.ended(number)
+        if job.is_step and answers is None:
+            line.pass_on(task)  # before all else: the next stage waits for nothing but this
+        self._predictor.learn(number, visit, kind, n_rows, took_s)
         self.n_steps += 1
-        if bad := self.look():
+        if len(self._lasting) >= MOST_LASTING:
+            self.look()
+        if bad := self.found():
             line.bad(self, bad)
         if not job.is_step:
             self._steps_between()  # or they would follow the chunk, and wait a layer of it at every stage
-        if answers is None:
-            line.pass_on(task)
-        else:
+            if answers is None:
+                line.pass_on(task)
+        if answers is not None:
             task.end()
             line.done(job, answers)
 
@@ -261,21 +284,21 @@ class Worker:
         memory, job = self.stage.memory, task.job
         kind, n_rows = Kind[job.kind.name], task.rows.n_rows if task.rows else job.n_rows
         between = _nothing if job.is_step else self._between
-        with scratch.use(memory):
-            if not job.is_step:
-                self._layer_done = None
-            began = self._clock.mark()
-            made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
-            try:
-                with memory.scope():
+        if not job.is_step:
+            self._layer_done = None
+        began = self._clock.mark()
+        made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
+        try:
+            with memory.scope():
+                if not job.is_step:  # of a step's row what is no number stays so up to its logits, which are looked at
                     self._checks.begin(made)
-                    answers = self._line.answers(task, made)
-                if answers is None:
-                    task.rows, task.sender = self._transport.send(made, self.device), (self, visit)
-            except BaseException:
-                made.release()
-                raise
-            self._lasting.append(_Lasting(began, self._clock.mark(), visit, kind, job.number, n_rows, is_outer))
+                answers = self._line.answers(task, made)
+            if answers is None:
+                task.rows, task.sender = self._transport.send(made, self.device), (self, visit)
+        except BaseException:
+            made.release()
+            raise
+        self._lasting.append(_Lasting(began, self._clock.mark(), visit, kind, job.number, n_rows, is_outer))
         if answers is not None:
             made.release()
         elif not job.is_step:

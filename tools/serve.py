@@ -26,6 +26,7 @@ from rocline.http.serving import EngineApi, Serving
 from rocline.http.settings import Settings
 from rocline.pipeline.engine import Engine
 from rocline.pipeline.options import Options
+from rocline.pipeline.worker import SWITCH_INTERVAL_S
 
 EXIT_WRONG_INPUT = 2
 PREFIX = "ROCLINE_"
@@ -128,6 +129,7 @@ def serve(
     open_engine: Callable[[], EngineApi],
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Raises ConfigError, TokenizerError and OSError."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     config = ModelConfig.load(folder)
     text = config.text_config
     context = min(options.context or text.max_position_embeddings, text.max_position_embeddings)

@@ -1,5 +1,7 @@
 """Captured decode steps: the tables they read, and the bits of steps that are not captured."""
 
+import gc
+import weakref
 from collections import Counter
 from contextlib import closing
 
@@ -227,3 +229,16 @@ def test_references_are_not_captured(micro_model, launched, rng):
     micro.capture_steps(4)
     decoded(micro, [prompt(rng, 9)], n_steps=1)
     assert not launched
+
+
+def test_a_stage_goes_without_the_collector(model):
+    """And its slabs with it: what captured its steps refers to nothing that refers to it."""
+    captured = Model(model.config, model.weights, home=model.home, **OPTIONS)
+    captured.capture_steps(most_rows=1)
+    stages = [weakref.ref(stage) for stage in captured.stages]
+    gc.disable()
+    try:
+        del captured
+        assert not any(stage() for stage in stages)
+    finally:
+        gc.enable()
