@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # commands that hash ids alone start seconds sooner without torch
+    from torch import Tensor
 
 
 def ids_sha256(ids: Iterable[int]) -> str:

@@ -26,8 +26,8 @@ from rocline.hip_kernels.binding import shapes_only
 SLAB_BYTES = 4 << 30  # more than any plan gives an arena; address space only: nothing computes, nothing is written
 
 
-def shape_weights(config: ModelConfig) -> ModelWeights:
-    """Every weight of the backbone, stretched from a single element."""
+def shape_weights(config: ModelConfig, torch_device: str = "cpu") -> ModelWeights:
+    """Every weight of the backbone, stretched from a single element; on "meta" without any."""
     text, loaded = config.text_config, dict[str, Tensor]()
     for name, spec in expected_tensors(config).items():
         if spec.component in NOT_LOADED:
@@ -37,7 +37,7 @@ def shape_weights(config: ModelConfig) -> ModelWeights:
             name, _ = stack_of(name)
             shape = (text.n_routed_experts, *shape)
         if name not in loaded:
-            loaded[name] = torch.zeros((), dtype=TORCH_DTYPE[spec.dtype]).expand(shape)
+            loaded[name] = torch.zeros((), dtype=TORCH_DTYPE[spec.dtype], device=torch_device).expand(shape)
     return model_weights(loaded, text, np.zeros(text.vocab_size, dtype=np.int32))
 
 
@@ -57,8 +57,9 @@ def prefill_traces(
     device  whose operators take it: the torch references', or the kernels' with their workspaces and uploads
     """
     with shapes_only():
-        home = PaperHome(config.text_config) if device == "hip" else HostHome()
-        weights = shape_weights(config)
+        # Kernels' weights are checked where there are values, which took most of a plan's time.
+        home, at = (PaperHome(config.text_config), "meta") if device == "hip" else (HostHome(), "cpu")
+        weights = shape_weights(config, at)
         model = Model(config, weights, stages, kv_tokens=prompt_tokens, arena_bytes=SLAB_BYTES, home=home)
     first_recorded = -(-prompt_tokens // chunk_rows) * chunk_rows - n_chunks * chunk_rows
     done_rows, recorders = 0, list[Recorder]()

@@ -20,6 +20,7 @@ from rocline.http.errors import ApiError
 from rocline.http.fields import AbortBody, decode
 from rocline.http.metrics import CONTENT_TYPE
 from rocline.http.native import generate
+from rocline.http.openai import progress_of
 from rocline.http.prompt import BEGIN
 from rocline.http.serving import Serving, freeze_gc, log
 from rocline.pipeline.request import EngineError, Request
@@ -217,6 +218,12 @@ async def _server_info(request: web.Request, serving: Serving) -> web.Response:
             "max_running_requests": stats.running_limit if stats else None,
             "options": asdict(engine.options) if engine else None,
             "uptime_s": time.time() - serving.started_s,
+            "requests": [
+                {"id": job.ids[0]} | progress_of(choice, job.eta_s(choice))
+                for job in dict.fromkeys(serving.jobs.values())  # where each stands once for every id of it
+                for choice in job.choices
+                if not choice.stream.ended
+            ],
         }
     )
 

@@ -98,6 +98,10 @@ class _EngineFigures(Collector):
         (then_s, before_s), self._scraped = self._scraped, (uptime_s, busy_s)
         ratio = {n: (busy - before_s.get(n, 0.0)) / max(uptime_s - then_s, 1e-9) for n, busy in busy_s.items()}
         yield _by("rocline_stage_busy_ratio", "Share of time at work since the last scrape", "stage", ratio)
+        about = GaugeMetricFamily("rocline_stage", "Where a stage runs what", labels=["stage", "device", "layers"])
+        for each in stages:
+            about.add_metric([str(each.stage), str(each.device), ",".join(map(str, each.layers))], 1)
+        yield about
         yield _by("rocline_stage_waiting", "Jobs at the door", "stage", {s.stage: s.waiting for s in stages})
         # Stages on one device share nothing, its arenas add up: the gauge of a device is their sum.
         devices = sorted({stage.device for stage in stages})

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rocline.tools.load_answer import LoadError
-from rocline.tools.load_client import APIS, Api, InputError, LoadClient, ServerInfo, open_client
+from rocline.tools.load_client import APIS, Api, InputError, LoadClient, ServerInfo, key_in, open_client
 from rocline.tools.load_protocols import (
     AnotherHash,
     Decode,
@@ -236,7 +236,7 @@ class Bench:
                     url,
                     apis=_apis(args),
                     model=args.name,
-                    api_key=_api_key(args.api_key_file),
+                    api_key=args.api_key_file and key_in(args.api_key_file),
                     read_timeout_s=args.read_timeout_s,
                 )
             )
@@ -307,12 +307,3 @@ def _text(file: str) -> str:
         return Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: {error}") from error
-
-
-def _api_key(file: str | None) -> str | None:
-    if file is None:
-        return None
-    key = _text(file).partition("\n")[0].strip()
-    if not key:
-        raise InputError(f"{file}: its first line is empty; write the key there")
-    return key

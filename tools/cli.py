@@ -31,6 +31,7 @@ COMMANDS = {
     "trace": Command("rocline.tools.trace", "draw what stages take from their arenas, and their work over time"),
     "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
     "doctor": Command("rocline.tools.doctor", "find out whether this machine can serve, and what to do"),
+    "top": Command("rocline.tools.top", "show what a running server is doing, in a terminal"),
     "vram": Command("rocline.tools.vram", "watch the cards' memory and sensors, ten times a second"),
     "demo-checkpoint": Command("rocline.tools.demo_checkpoint", "write a small checkpoint of the model"),
 }

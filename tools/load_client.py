@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import aiohttp
@@ -179,6 +180,17 @@ def reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | aiohttp.ClientOSError):
         return "the connection broke"
     return f"{type(error).__name__}: {error}"
+
+
+def key_in(file: str) -> str:
+    """A server's key: the file's first line. Raises InputError."""
+    try:
+        key = Path(file).read_text("utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: {error}") from error
+    if not key:
+        raise InputError(f"{file}: its first line is empty; write the key there")
+    return key
 
 
 @asynccontextmanager

@@ -1,9 +1,10 @@
-"""`rocline plan`: which card runs which layers, what fills its memory, and what speed the cost model expects of it."""
+"""`rocline plan`: which card runs which layers, what fills its memory, what loading takes, what speed is expected."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,8 +28,11 @@ from rocline.pipeline.forecast import (
     stage_shares,
 )
 from rocline.pipeline.placement import CHOICE_RATES, PlacedStage, PlacementError, PlacementKind
-from rocline.pipeline.plan import GIB, KV_TOKENS, Drafts, Plan, Request, make_plan
+from rocline.pipeline.plan import GIB, HEADROOM_FLOOR_BYTES, KV_TOKENS, Drafts, Plan, Request, make_plan
 from rocline.tools.generate import positive_int
+from rocline.tools.picture import page
+from rocline.tools.plan_load import Disk, host_lines, load_report, load_rows, measured, rate_line
+from rocline.tools.plan_picture import draw
 
 EXIT_INFEASIBLE, EXIT_WRONG_INPUT = 1, 2
 DECODE_REQUESTS = (1, 8, 64)
@@ -38,7 +42,8 @@ MAX_GROUPS = 8
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        description="Place the layers, count every card's memory, forecast. All speeds are modelled, none measured.",
+        description="Place the layers, count every card's memory, forecast. Speeds of cards are modelled, none is "
+        "measured. Exit status 1 if the model does not fit; the message names a flag with which it does.",
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the model's config.json")
@@ -47,7 +52,13 @@ def add_parser(subparsers: Any) -> None:
     def option(flag: str, help_text: str, **how: Any) -> None:
         parser.add_argument(flag, help=f"{help_text} (default %(default)s)", **how)
 
-    option("--devices", "number of cards and memory of each", type=_devices, default="8x48GiB", metavar="NxSGiB")
+    option(
+        "--devices",
+        "number of cards and memory of each, all alike; what is free counts: of a W7900's 48 GiB about 45 with ECC on",
+        type=_devices,
+        default="8x48GiB",
+        metavar="NxSGiB",
+    )
     parser.add_argument("--stages", type=positive_int, metavar="N", help="pipeline stages (default: one a card)")
     parser.add_argument(
         "--context", type=positive_int, metavar="N", help="longest request (default: the model's limit)"
@@ -56,25 +67,76 @@ def add_parser(subparsers: Any) -> None:
     option("--chunk-rows", "prompt rows run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
     option("--placement", "how layers are cut", choices=get_args(PlacementKind), default="folded")
     option("--drafts", "room for the draft stages; auto: if it is there", choices=get_args(Drafts), default="auto")
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument("--disk-gib-s", type=_rate, metavar="X", help="GiB/s of the checkpoint's disk, for loading time")
+    rate.add_argument("--measure-disk", action="store_true", help="measure it: reads some of --model, past the cache")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the plan as a picture")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture with the tables below it")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def _devices(word: str) -> tuple[int, int]:
-    """(cards, bytes of each) from 8x48GiB."""
-    found = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)GiB", word)
-    if not found:
+    """(cards, bytes of each) from 8x48GiB, or from several such with commas between, of one size."""
+    found = [re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)GiB", part) for part in word.split(",")]
+    groups = [(int(match[1]), float(match[2])) for match in found if match]
+    if len(groups) < len(found):
         raise argparse.ArgumentTypeError(f"{word}: write it as 8x48GiB, cards times memory of each")
-    return int(found[1]), round(float(found[2]) * GIB)
+    n_devices, least_gib = sum(n for n, _ in groups), min(size_gib for _, size_gib in groups)
+    if any(size_gib > least_gib for _, size_gib in groups):
+        raise argparse.ArgumentTypeError(
+            f"{word}: cards of different sizes; all are planned alike, so count each as the smallest: "
+            f"{n_devices}x{least_gib:g}GiB"
+        )
+    return n_devices, round(least_gib * GIB)
+
+
+def _rate(word: str) -> float:
+    gib_s = float(word)
+    if not 0 < gib_s < math.inf:
+        raise argparse.ArgumentTypeError(f"{word}: must be above 0")
+    return gib_s
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.measure_disk and not args.model:
+        print("plan: --measure-disk reads a checkpoint: name its folder with --model", file=sys.stderr)
+        return EXIT_WRONG_INPUT
     try:
         config = release_config() if args.release else ModelConfig.load(args.model)
     except ConfigError as error:
         print(f"plan: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
+    try:
+        found = make_plan(config, _request(args, config))
+    except PlacementError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        if args.json:
+            why, _, advice = str(error).rpartition("; ")
+            print(json.dumps({"fits": False, "why": why or advice, "advice": advice if why else None}, indent=2))
+        return EXIT_INFEASIBLE
+    report = plan_report(found, _disk(args))
+    text = "\n".join(_text(found, report))
+    try:
+        if args.svg:
+            args.svg.write_text(draw(report), encoding="utf-8")
+        if args.html:
+            args.html.write_text(page("rocline plan", draw(report), text), encoding="utf-8")
+    except OSError as error:
+        print(f"plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    print(json.dumps(report, indent=2) if args.json else text)
+    return 0
+
+
+def _disk(args: argparse.Namespace) -> Disk | None:
+    if args.measure_disk:
+        return measured(args.model)
+    return Disk(args.disk_gib_s * GIB, "given") if args.disk_gib_s else None
+
+
+def _request(args: argparse.Namespace, config: ModelConfig) -> Request:
     n_devices, device_bytes = args.devices
-    request = Request(
+    return Request(
         n_devices=n_devices,
         device_bytes=device_bytes,
         n_stages=args.stages or n_devices,
@@ -84,18 +146,13 @@ def run(args: argparse.Namespace) -> int:
         chunk_rows=args.chunk_rows,
         drafts=args.drafts,
     )
-    try:
-        found = make_plan(config, request)
-    except PlacementError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return EXIT_INFEASIBLE
-    report = plan_report(found)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(_text(found, report)))
-    return 0
 
 
-def plan_report(found: Plan) -> dict[str, Any]:
-    """Everything the command shows, as JSON-ready data. Bytes and tokens are counted; `modelled` holds what is not."""
+def plan_report(found: Plan, disk: Disk | None = None) -> dict[str, Any]:
+    """Everything the command shows, as JSON-ready data. Bytes and tokens are counted; `modelled` holds what is not.
+
+    disk  how fast the checkpoint is read, where that is known
+    """
     request, placement = found.request, found.placement
     shares = stage_shares(found.model, placement, request.context, request.chunk_rows, CHOICE_RATES)
     stages = [
@@ -108,6 +165,8 @@ def plan_report(found: Plan) -> dict[str, Any]:
         for number, (stage, prefill_share, decode_share) in enumerate(zip(placement.stages, *shares, strict=True))
     ]
     return {
+        "fits": True,
+        "layers": found.model.n_layers,
         "placement": placement.kind,
         "context": request.context,
         "kv_tokens": request.kv_tokens,
@@ -129,6 +188,10 @@ def plan_report(found: Plan) -> dict[str, Any]:
             }
             for memory in found.memory
         ],
+        "headroom_floor_bytes": HEADROOM_FLOOR_BYTES,
+        "least_headroom_device": min(range(request.n_devices), key=lambda device: found.memory[device].headroom),
+        "arena_trace": {"chunk_rows": request.chunk_rows, "at_positions": request.context},
+        "load": load_report(found, disk),
         "modelled": _modelled(found),
     }
 
@@ -187,11 +250,17 @@ def _text(found: Plan, report: dict[str, Any]) -> Iterable[str]:
     )
     yield from _stage_lines(found, report)
     yield from memory_lines(found)
+    yield (
+        f"Arenas: the smallest slab for what kernels take in chunks of {request.chunk_rows:,} rows at the end of "
+        f"{request.context:,} positions, traced on paper."
+    )
+    yield from _load_lines(report)
     yield from _published_lines(report["modelled"])
     if "prefill" in report["modelled"]:
         yield from _forecast_lines(report["modelled"])
     else:
         yield f"No forecast: the cost model is more than {TOLERANCE:.0%} away from the published run."
+    yield _verdict(report)
 
 
 def _stage_lines(found: Plan, report: dict[str, Any]) -> Iterable[str]:
@@ -226,6 +295,20 @@ def memory_lines(found: Plan) -> Iterable[str]:
     rows.append(("sum", *sums, *(f"{total:g}" for total in per_token)))
     yield "\nMemory in GiB. Weights, kv and prepared keys are counted, graphs and arena from shapes, runtime assumed."
     yield from _table(rows)
+
+
+def _load_lines(report: dict[str, Any]) -> Iterable[str]:
+    load = report["load"]
+    yield "\nLoading, in GiB of the checkpoint" + (", without the draft stages." if report["drafts"] == "on" else ".")
+    yield from _table(load_rows(load))
+    yield rate_line(load)
+    yield from host_lines(load)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    device = report["least_headroom_device"]
+    least, floor = report["devices"][device]["headroom_bytes"], report["headroom_floor_bytes"]
+    return f"\nFits: device {device} has the least headroom, {least / GIB:.2f} GiB, and {floor / GIB:.2f} are wanted."
 
 
 def _published_lines(modelled: dict[str, Any]) -> Iterable[str]:

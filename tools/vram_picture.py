@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from rocline.pipeline.card_watch import GIB, CardWatch, Least
+from rocline.tools.picture import svg, tick_step
 
 MOST_BUCKETS = 2000
 
@@ -95,7 +96,7 @@ def draw(watches: Sequence[CardWatch], curves: Sequence[Curve], began_s: float, 
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began_s))
     title = f"Free memory of {len(watches)} card{'s' * (len(watches) != 1)}, {_elapsed(span_s)} from {began}"
     width = _LEFT + _WIDTH + _RIGHT
-    return _SVG.format(width=width, height=height, left=_LEFT, title=title, legend=_legend(), body="\n".join(body))
+    return svg(width, height, _LEFT, title, "\n".join([_legend(), *body]), _STYLE)
 
 
 def _panel(watch: CardWatch, curve: Curve, scale: _Scale, began_s: float) -> list[str]:
@@ -119,12 +120,12 @@ def _panel(watch: CardWatch, curve: Curve, scale: _Scale, began_s: float) -> lis
 def _axes(scale: _Scale) -> list[str]:
     top, bottom = scale.top, scale.top + _HEIGHT
     out = [f'<rect class="frame" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}"/>']
-    step = _step(scale.most_bytes / GIB, 4)
+    step = tick_step(scale.most_bytes / GIB, 4)
     for n in range(int(scale.most_bytes / GIB / step) + 1):
         y = scale.y(n * step * GIB)
         out.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{_WIDTH}"/>')
         out.append(f'<text class="end" x="{_LEFT - 8}" y="{y + 4:.1f}">{n * step:g}{" GiB" * (n == 0)}</text>')
-    step_s = _step(scale.span_s, 10)
+    step_s = tick_step(scale.span_s, 10)
     for n in range(int(scale.span_s / step_s) + 1):
         x = scale.x(n * step_s)
         out.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>')
@@ -182,12 +183,6 @@ def _legend() -> str:
     return "".join(out)
 
 
-def _step(most: float, n_ticks: int) -> float:
-    """1, 2 or 5 times a power of ten, so that at most n_ticks of them fit."""
-    steps = (digit * 10.0**power for power in count(-3) for digit in (1, 2, 5))
-    return next(step for step in steps if step * n_ticks >= most)
-
-
 def _elapsed(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds else "0"
@@ -201,19 +196,9 @@ def clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s)) + f".{int(at_s * 10) % 10}"
 
 
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">
-<style>
-text {{ font: 12px sans-serif; fill: #333; paint-order: stroke; stroke: #fff; stroke-width: 3px }}
-.title {{ font-size: 15px; font-weight: bold }} .card {{ font-weight: bold }}
-.end {{ text-anchor: end }} .mid {{ text-anchor: middle }}
-.frame {{ fill: none; stroke: #bbb }} .grid {{ stroke: #dde0e3; fill: none }}
-.band {{ fill: #7db8de; fill-opacity: 0.5 }} .low {{ fill: none; stroke: #2b6ca3 }}
-.gap {{ fill: #eef0f2 }} .floor {{ stroke: #c0392b; stroke-dasharray: 6 4; fill: none }}
-</style>
-<rect width="{width}" height="{height}" fill="#fff"/>
-<text class="title" x="{left}" y="26">{title}</text>
-{legend}
-{body}
-</svg>
-"""
+_STYLE = """\
+text { paint-order: stroke; stroke: #fff; stroke-width: 3px }
+.card { font-weight: bold }
+.frame { fill: none; stroke: #bbb } .grid { stroke: #dde0e3; fill: none }
+.band { fill: #7db8de; fill-opacity: 0.5 } .low { fill: none; stroke: #2b6ca3 }
+.gap { fill: #eef0f2 } .floor { stroke: #c0392b; stroke-dasharray: 6 4; fill: none }"""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 POLL_S, TIMEOUT_S = 5.0, 3.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find 127.0.0.1
 _FIGURES = {
     "rocline_arena_high_water_bytes": "arena_high_water_bytes",
     "rocline_headroom_bytes": "free_bytes",
@@ -20,7 +21,24 @@ _FIGURES = {
 
 
 class ServerError(RuntimeError):
-    """The server's metrics cannot be read."""
+    """A server does not answer as it should. status: of its answer; None where there was none, or no text."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def get(url: str, api_key: str | None) -> str:
+    """The text at url. Raises ServerError."""
+    try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        with _OPENER.open(request, timeout=TIMEOUT_S) as response:
+            return str(response.read().decode())
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"{url}: status {error.code}", error.code) from error
+    except (OSError, HTTPException, ValueError) as error:  # the last: no URL, no UTF-8
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ServerError(f"{url}: {getattr(cause, 'strerror', None) or cause}") from error
 
 
 class ServerFigures(NamedTuple):
@@ -37,7 +55,7 @@ class Server:
     def __init__(self, url: str, api_key: str | None, complain: Callable[[str], None]) -> None:
         """Has asked once when it returns. Raises ServerError."""
         self._url = url.rstrip("/").removesuffix("/metrics") + "/metrics"
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._complain = complain
         self._figures = self._ask()  # replaced, never changed: any thread may read it
         self._answers = True
@@ -74,13 +92,11 @@ class Server:
 
     def _ask(self) -> dict[str, ServerFigures]:
         try:
-            request = urllib.request.Request(self._url, headers=self._headers)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                return parse(response.read().decode())
-        except urllib.error.HTTPError as error:
-            advice = "; set ROCLINE_API_KEYS to a key of it" if error.code == 401 else ""
-            raise ServerError(f"{self._url}: status {error.code}{advice}") from error
-        except (OSError, HTTPException, ValueError) as error:  # the last: no URL, no text of metrics
+            return parse(get(self._url, self._api_key))
+        except ServerError as error:
+            advice = "; set ROCLINE_API_KEYS to a key of it" if error.status == 401 else ""
+            raise ServerError(f"{error}{advice}", error.status) from error
+        except ValueError as error:  # no text of metrics
             raise ServerError(f"{self._url}: {error}") from error
 
 
