@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": Command("rocline.tools.bench", "measure a server by the published protocols, over HTTP"),
     "trace": Command("rocline.tools.trace", "draw what stages take from their arenas, and their work over time"),
     "plan": Command("rocline.tools.plan", "place the layers on cards and count their memory"),
+    "tune": Command("rocline.tools.tune", "find the chunk size and arena size to serve with"),
     "doctor": Command("rocline.tools.doctor", "find out whether this machine can serve, and what to do"),
     "top": Command("rocline.tools.top", "show what a running server is doing, in a terminal"),
     "vram": Command("rocline.tools.vram", "watch the cards' memory and sensors, ten times a second"),
