@@ -191,19 +191,19 @@ class HandOff:
 
     def copied(self) -> HandOff:
         """The same rows in the memory that this thread uses: what a transport to another stage amounts to."""
-        return self.moved(_copied)
+        return self.moved(copy)
 
-    def moved(self, copy: Callable[[Tensor], Tensor]) -> HandOff:
-        """The same rows, not leased, with `copy` of every tensor that travels, in no particular order."""
-        fresh = tuple(replace(f, rows_u8=copy(f.rows_u8), keys_u8=copy(f.keys_u8)) for f in self.fresh)
+    def moved(self, change: Callable[[Tensor], Tensor]) -> HandOff:
+        """The same rows, not leased, with a copy by `change` of every tensor that travels, in no particular order."""
+        fresh = tuple(replace(f, rows_u8=change(f.rows_u8), keys_u8=change(f.keys_u8)) for f in self.fresh)
         if not self.packed:
-            return self._per_row(copy, fresh=fresh, lease=None)
-        packed = replace(self.packed, data_u8=copy(self.packed.data_u8))
+            return self._per_row(change, fresh=fresh, lease=None)
+        packed = replace(self.packed, data_u8=change(self.packed.data_u8))
         return replace(self, fresh=fresh, lease=None, packed=packed, **packed.tensors(self.n_rows))
 
     def unpacked(self) -> HandOff:
         """The same rows with every tensor by itself, in the memory that this thread uses."""
-        return self._per_row(_copied) if self.packed else self
+        return self._per_row(copy) if self.packed else self
 
     def release(self) -> None:
         """Give back the memory of a hand-off whose receiver has its copy."""
@@ -252,7 +252,8 @@ class HandOff:
         return replace(self._per_row(lambda tensor: gathered(tensor, here)), spans=spans, engram=engram)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor [R, ...] in this thread's memory. Traces call it by this name."""
     out = scratch.like(tensor, len(tensor))
     if not scratch.is_on_device() and tensor.is_contiguous() and 0 < tensor.nbytes <= FEW_BYTES:
         _memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)

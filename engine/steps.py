@@ -15,7 +15,7 @@ from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import TableRows
-from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, RowSpan, reach_for
+from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, RowSpan, copy, reach_for
 from rocline.engine.kv_side import closed_by
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import StageLayers
@@ -207,7 +207,7 @@ class Steps:
             engram.release()
             engram = None
         step.graph.launch()
-        packed = replace(step.made, data_u8=_copied(step.made.data_u8))
+        packed = replace(step.made, data_u8=copy(step.made.data_u8))
         fresh = (*rows.fresh, *self._fresh(step.fresh, spans))
         return HandOff(spans, **packed.tensors(rows.n_rows), fresh=fresh, engram=engram, packed=packed)
 
@@ -217,7 +217,7 @@ class Steps:
         for of in made:
             row, ratio = -1 - of.sequence, self._config.layers[of.source].ratio
             if row < len(spans) and closed_by(spans[row], ratio):
-                rows_u8, keys_u8 = _copied(of.rows_u8), _copied(of.keys_u8)
+                rows_u8, keys_u8 = copy(of.rows_u8), copy(of.keys_u8)
                 fresh.append(FreshRows(of.source, spans[row].sequence, spans[row].start // ratio, rows_u8, keys_u8))
         return fresh
 
@@ -258,10 +258,3 @@ def _fill(into: Tensor, given: Tensor, from_i64: Tensor) -> None:
         copy_rows(given, into)
     else:
         gather_rows(given, from_i64, into)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """In this thread's memory."""
-    out = scratch.like(tensor, len(tensor))
-    copy_rows(tensor, out)
-    return out
