@@ -33,7 +33,7 @@ def test_layers_of_a_store_have_its_experts_and_nothing_else_in_common(config):
     weights = SyntheticWeights(config, 1, 2, CPU)
     for a, b, c in zip(stacks(weights, 0), stacks(weights, 2), stacks(weights, 1), strict=True):
         assert torch.equal(a, b)
-        assert a.dtype != torch.uint8 or a.shape[-1] == 1 or not torch.equal(a, c) or a.unique().numel() == 1
+        assert not torch.equal(a, c) or a.unique().numel() == 1  # scales are one number
     codes = stacks(weights, 0)[0]
     assert len({bytes(expert.numpy().tobytes()) for expert in codes}) == len(codes)  # no two experts alike
     assert not torch.equal(weights.layer(0).experts.gate_bf16, weights.layer(2).experts.gate_bf16)
@@ -53,7 +53,7 @@ def test_activations_neither_vanish_nor_saturate(hip_device, config, rng):
     """And all kinds of layers read what they shall: logits differ by position and say something."""
     text = config.text_config
     weights = HostHome().weights(text, SyntheticWeights(config, 3, 2, CPU), Part.whole(text))
-    logits, streams = {}, {}
+    logits, streams, ids = {}, {}, rng.integers(9, 500, 24).tolist()
     for name, home in (("host", None), ("hip", HipHome(text))):
         model = Model(config, weights, home=home, **OPTIONS)
         rows = {}
@@ -63,7 +63,6 @@ def test_activations_neither_vanish_nor_saturate(hip_device, config, rng):
                 rows[layer] = value.float().std().item()
 
         handle = model.open()
-        ids = rng.integers(9, 500, 24).tolist() if not logits else ids
         (out,) = model.prefill(handle, ids, mode="full", all_logits=True, record=record)
         model.close(handle)
         logits[name], streams[name] = out.logits_f32, rows
