@@ -7,19 +7,22 @@ is far sharper than logits, whose differences grow to a plateau (backbone.md sec
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rocline.engine import scratch
-from rocline.engine.config import LayerRole, TextConfig
+from rocline.engine.config import LayerRole, ModelConfig, TextConfig
 from rocline.engine.handoff import FreshRows, HandOff, RowKind, RowSpan, reach_for
+from rocline.engine.home import Home
 from rocline.engine.layers import attention, compressor, experts, indexer
 from rocline.engine.layers.head import embed_rows, final_logits
 from rocline.engine.model import Model
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import Route, StageLayers
 from rocline.engine.stage import Stage
+from rocline.engine.weights import ModelWeights
 from rocline.hip_kernels import index_score, selection
 from rocline.hip_kernels.formats import RowFormat
 from rocline.tools.golden_ops import block_mask
@@ -53,6 +56,17 @@ AFTER_SEL = ("o", "attn_out", "hc_ffn.pre", "hc_ffn.post", "hc_ffn.comb", "u_ffn
 AFTER_ROUTER = ("router.w", "moe_out", "x_out")
 THRESHOLDS = ("thr", "thr_next", "thr_tied", "thr_tied_taken")
 EXACT_OPERATORS = ("index_score", "cand_keep", "sel")
+
+
+class Layers(Protocol):
+    """A model as far as single layers of it run: a whole one, or a few of its layers."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def home(self) -> Home: ...
+    @property
+    def placed(self) -> ModelWeights: ...
 
 
 @dataclass
@@ -206,10 +220,10 @@ def _check_layers(model: Model, trace: Trace, find: Findings) -> None:
     ids = {0: trace.ids}
     start = embed_rows(config, model.placed.embed_bf16, (trace.span,), ids, model.engram_rows((trace.span,), ids))
     for role in config.layers:
-        got, rows = _run_layer(model, trace, start, role)
+        got, rows = run_layer(model, trace, start, role)
         recorded = trace.layer(role.layer)
         want = recorded | {"x_out": trace.streams_after(role.layer)}
-        _compare_layer(trace, role, got, want, tallies)
+        compare_layer(trace, role, got, want, tallies)
         if role.has_indexer:
             thresholds = torch.cat((thresholds, _same_thresholds(trace, role, got["index_score"], recorded)))
     _compare_head(model, trace, rows, tallies)
@@ -220,14 +234,16 @@ def _check_layers(model: Model, trace: Trace, find: Findings) -> None:
     find.informative("trace thr*", "queries equal", share, note="score at the cut, the next one, ties")
 
 
-def _run_layer(model: Model, trace: Trace, start: HandOff, role: LayerRole) -> tuple[Fields, HandOff]:
+def run_layer(
+    model: Layers, trace: Trace, start: HandOff, role: LayerRole, arena_bytes: int = ARENA_BYTES
+) -> tuple[Fields, HandOff]:
     """One layer as a stage of its own, all rows in one span: the fields it recorded and its output."""
     layer = role.layer
     work = StageLayers((layer,), frozenset({layer} if role.owns_rows else ()))
     page = -(-trace.n_rows // trace.config.candidate_block_size) * 2 * trace.config.candidate_block_size
     sources = frozenset(() if role.kv_source is None else (role.kv_source,))
     planes = model.home.planes(trace.config, sources, 1, page, scored=())  # scores must be seen
-    memory = model.home.memory(ARENA_BYTES, f"arena of layer {layer}")
+    memory = model.home.memory(arena_bytes, f"arena of layer {layer}")
     route, rings = Route(sources, frozenset()), model.home.ring_data
     stage = Stage(model.config, [work], model.placed.layers, planes, memory, [route], False, rings, 1)
     stage.open(0, page_table=[0])
@@ -244,7 +260,7 @@ def _run_layer(model: Model, trace: Trace, start: HandOff, role: LayerRole) -> t
     return got, stage.run(trace.hand_off(start, role), record=record)
 
 
-def _compare_layer(trace: Trace, role: LayerRole, got: Fields, want: Fields, tallies: Tallies) -> None:
+def compare_layer(trace: Trace, role: LayerRole, got: Fields, want: Fields, tallies: Tallies) -> None:
     """Rows whose list or experts came out otherwise are left out of the fields that follow from them."""
     inputs = {"x_pre_engram", "pre_in"} | (set() if role.engram is not None else {"x_in"})
     got = {name: trace.as_recorded(name, got[name], want[name]) for name in got if name in want and name not in inputs}
