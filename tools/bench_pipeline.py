@@ -85,6 +85,7 @@ def soak(model: Model, n_requests: int, dice: random.Random, options: Options, p
     embed_bf16 = model.weights.embed_bf16.clone()
     embed_bf16[broken] = float("nan")
     weights = replace(model.weights, embed_bf16=embed_bf16)
+    gc.collect()  # what went before is not this run's
     process, before = psutil.Process(), (threading.active_count(), psutil.Process().num_fds())
     engine = Engine(model.config, weights, options, page_positions=page_positions)
     threads = threading.active_count()

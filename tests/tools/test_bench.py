@@ -341,17 +341,22 @@ def test_a_server_whose_engine_dies_keeps_the_runs_before(measure, start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_the_runs_before_and_leaves_the_server_free(measure, start, number):
-    server = start()
+    server, ended = start(), threading.Event()
 
     def interrupt():
         wait_until(lambda: server.engine.stats().ended.get("length", 0) == 3)  # a warm-up and two runs
         server.engine.gate.clear()
         wait_until(lambda: server.engine.n_active)
         os.kill(os.getpid(), number)
+        while not ended.wait(5):  # as people do; without it a lost signal would hold up all tests
+            os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    status, report, err = measure(server, *SMALL, "--runs", "9")
+    try:
+        status, report, err = measure(server, *SMALL, "--runs", "9")
+    finally:
+        ended.set()
     thread.join()
     assert (status, report["error"]) == (bench.EXIT_INTERRUPTED, "interrupted")
     assert len(report["runs"]) == 2
