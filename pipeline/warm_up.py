@@ -51,7 +51,7 @@ def prepare_kernels(config: ModelConfig, options: Options) -> None:
     began_s, longest = time.monotonic(), options.chunk_rows + max(SHORT_PROMPTS)
     with shapes_only(), seen() as kernels:
         home = PaperHome(config.text_config, options.reference_op)
-        model = Model(config, shape_weights(config), kv_tokens=longest, arena_bytes=SLAB_BYTES, home=home)
+        model = Model(config, shape_weights(config, "meta"), kv_tokens=longest, arena_bytes=SLAB_BYTES, home=home)
         for n_rows in (*SHORT_PROMPTS, options.chunk_rows):
             handle = model.open()
             model.prefill(handle, [0] * n_rows, chunk_rows=n_rows)

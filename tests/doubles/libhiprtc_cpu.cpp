@@ -56,7 +56,7 @@ HIPRTC_EXPORT int hiprtcCompileProgram(Program* program, int n_options, const ch
   for (const File& file : program->files) write_file(root / file.name, file.text);
   // fma contraction and the rest are as the options ask; -march=native only serves speed.
   std::string command = "cd " + shell_word(folder) +
-                        " && g++ -x c++ -O3 -march=native -fno-gnu-unique -fvisibility=hidden -shared -fPIC -pthread"
+                        " && g++ -x c++ -O2 -march=native -fno-gnu-unique -fvisibility=hidden -shared -fPIC -pthread"
                         " -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-parameter -DRL_CPU -I. -include " +
                         shell_word(SHIM_HEADER);
   for (int i = 0; i < n_options; ++i) {

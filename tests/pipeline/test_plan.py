@@ -141,7 +141,7 @@ def test_captured_steps_take_what_is_planned():
         home = PaperHome(RELEASE.text_config)
         cut = [visit for stage in plan.placement.stages for visit in stage.visits]
         cut.sort(key=lambda visit: min(visit.steps))
-        weights = shape_weights(RELEASE)
+        weights = shape_weights(RELEASE, "meta")
         model = Model(RELEASE, weights, cut, kv_tokens=EIGHT.context, arena_bytes=1 << 30, home=home)
         memory_of = home.step_memory()
         stages = [stage for stage in model.stages if stage.visits[0] in visits]
