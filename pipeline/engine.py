@@ -148,15 +148,19 @@ class Engine:
         for worker in self._workers:
             worker.start()
         if warms_up:
-            try:
-                self._assembly.capture_steps(options.running, self.context)
-                warm_up(partial(self._take, State.STARTING), options, self.context, text.vocab_size)
-            except BaseException:
-                self.close()
-                raise
-            self._ended.clear()
-            self._prompt_rows = self._output_tokens = 0
+            self._warm_up()
         self._state = State.READY
+
+    def _warm_up(self) -> None:
+        """Make what is made at its first use. Closes the engine where that fails, and raises what failed."""
+        try:
+            self._assembly.capture_steps(self.options.running, self.context)
+            warm_up(partial(self._take, State.STARTING), self.options, self.context, self.config.text_config.vocab_size)
+        except BaseException:
+            self.close()
+            raise
+        self._ended.clear()
+        self._prompt_rows = self._output_tokens = 0
 
     def _make_workers(self, assembly: Assembly) -> list[Worker]:
         predictor = StepPredictor()

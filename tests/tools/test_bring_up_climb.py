@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def bring_up(hip_device, data_folder, tmp_path):
 
     def climb(until=None):
         lines = []
-        with subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a worker of the tests ignores
+        where = {"env": environ, "cwd": tmp_path, "preexec_fn": hears}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **where) as process:
             for line in process.stderr:
                 lines.append(line)
                 if until and until in line:
