@@ -48,11 +48,12 @@ def prepare_kernels(config: ModelConfig, options: Options) -> None:
 
     Which kernels those are, a run on paper says. Raises CompileError.
     """
-    began_s, longest = time.monotonic(), options.chunk_rows + max(SHORT_PROMPTS)
+    began_s, context = time.monotonic(), config.text_config.max_position_embeddings
+    lengths = sorted({min(n_rows, context) for n_rows in (*SHORT_PROMPTS, options.chunk_rows)})
     with shapes_only(), seen() as kernels:
         home = PaperHome(config.text_config, options.reference_op)
-        model = Model(config, shape_weights(config, "meta"), kv_tokens=longest, arena_bytes=SLAB_BYTES, home=home)
-        for n_rows in (*SHORT_PROMPTS, options.chunk_rows):
+        model = Model(config, shape_weights(config, "meta"), kv_tokens=lengths[-1], arena_bytes=SLAB_BYTES, home=home)
+        for n_rows in lengths:
             handle = model.open()
             model.prefill(handle, [0] * n_rows, chunk_rows=n_rows)
             model.close(handle)

@@ -5,6 +5,7 @@ On the CPU double; --hip cuda or rocm runs it on the cards there are, several st
 
 import gc
 import logging
+import threading
 import time
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from rocline.engine.model import Model
 from rocline.engine.sampling import SamplingParams
 from rocline.hip_kernels.dispatch import DispatchError
 from rocline.hip_kernels.driver import devices
+from rocline.hip_kernels.graph import Graph
 from rocline.hip_kernels.kernel import Kernel, compiler
 from rocline.hip_kernels.runtime import hip
 from rocline.pipeline.engine import Engine
@@ -24,6 +26,7 @@ from rocline.pipeline.options import Options
 from rocline.pipeline.placement import PlacementError
 from rocline.pipeline.request import Request, RequestFailed
 from rocline.pipeline.timeline import Kind
+from rocline.pipeline.warm_up import prepare_kernels
 
 PAGE = OPTIONS["page_positions"]
 SERVED = {
@@ -60,7 +63,7 @@ def asks(model, hip_device, request) -> list[Ask]:
 
 @pytest.fixture
 def engines(model):
-    """engines(**options): an engine over the model's weights, closed at the end."""
+    """engines(**options): an engine over the model's weights, with its steps captured; closed at the end."""
     opened = []
 
     def open_engine(source=model.weights, warms_up=False, **options) -> Engine:
@@ -69,6 +72,9 @@ def engines(model):
             model.config, source, Options(**SERVED | options), page_positions=PAGE, poison=True, warms_up=warms_up
         )
         opened.append(engine)
+        if not warms_up:
+            engine._assembly.capture_steps(engine.options.running, engine.context)
+            engine.headroom.sample()  # that took memory
         return engine
 
     yield open_engine
@@ -83,8 +89,21 @@ WAYS = [
 ]
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The threads that have launched captured steps."""
+    threads, launch = [], Graph.launch
+
+    def noted(graph):
+        threads.append(threading.current_thread().name)
+        launch(graph)
+
+    monkeypatch.setattr(Graph, "launch", noted)
+    return threads
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_options_change_nothing(engines, asks, way):
+def test_options_change_nothing(engines, asks, launched, way):
     if way["devices"] > len(devices()):
         pytest.skip(f"a cut over cards: {len(devices())} GPU, want {way['devices']}")
     engine = engines(**way)
@@ -92,6 +111,7 @@ def test_options_change_nothing(engines, asks, way):
         streams = [engine.submit(ask.request) for ask in asks]
         for stream, ask in zip(streams, asks, strict=True):
             check(stream, ask, way)
+    assert set(launched) == {f"stage {number}" for number in range(way["stages"])}
     kinds = set(engine.timeline()["kind"].tolist())
     assert {Kind.PREFILL, Kind.DECODE, Kind.COPY} <= kinds
     end_s = time.monotonic() + 60
@@ -100,7 +120,7 @@ def test_options_change_nothing(engines, asks, way):
     assert all(stage.busy_s > 0 for stage in engine.stats().stages)
 
 
-def test_company_changes_nothing(engines, asks, rng):
+def test_company_changes_nothing(engines, asks, launched, rng):
     """Several stages on a card, and others who come and leave in the middle: their pages go to the next."""
     engine = engines(stages=3, devices=1, running=3)
     with nothing_left(engine):
@@ -115,6 +135,7 @@ def test_company_changes_nothing(engines, asks, rng):
             check(stream, ask)
         for other in others:
             collect(other)
+    assert len(set(launched)) == 3
 
 
 def test_nothing_is_allocated_while_it_serves(engines, asks):
@@ -144,6 +165,14 @@ def test_headroom_is_the_cards_own(engines, asks):
         assert (reading.device, reading.total_bytes, reading.error) == (number, memory.total_bytes, "")
         assert reading.free_bytes == memory.free_bytes == opened[number].free_bytes < before[number]
     assert engine.headroom.minimum_since(began_s) == min(reading.free_bytes for reading in opened)
+
+
+def test_chunks_may_be_longer_than_the_model_takes(model, caplog):
+    """Kernels are compiled for what can come; --chunk-rows is a bound, not a promise."""
+    longest = model.config.text_config.max_position_embeddings
+    with caplog.at_level(logging.INFO, "rocline"):
+        prepare_kernels(model.config, Options(**SERVED | {"chunk_rows": 2 * longest}))
+    assert "kernels are there" in caplog.text
 
 
 def test_the_first_request_finds_everything_made(engines, asks, caplog, hip_device):
