@@ -33,6 +33,7 @@ PREFIX = "ROCLINE_"
 KEYS_VARIABLE = PREFIX + "API_KEYS"
 OTHER_VARIABLES = frozenset({KEYS_VARIABLE, PREFIX + "GOLDEN", PREFIX + "CONFIG"})  # not settings
 CONFIG_FILE = "rocline.toml"
+CONTINUED = " " * 12  # of a docstring: no name of a setting stands as far in
 
 
 class ConfigurationError(ValueError):
@@ -87,12 +88,18 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _help(name: str) -> str:
-    """From the docstring of the class that owns the setting: its lines are `name  text`."""
+    """From the docstring of the class that owns the setting: its lines are `name  text`, and what is farther in goes
+    on."""
+    texts: list[str] = []
     for line in (SETTINGS[name].owner.__doc__ or "").splitlines():
         names, _, text = line.strip().partition("  ")
-        if name in names.split(", "):
-            return text.strip().replace("%", "%%")
-    return _OPTION_HELP.get(name, "")
+        if texts:
+            if not line.startswith(CONTINUED):
+                break
+            texts.append(line.strip())
+        elif name in names.split(", "):
+            texts.append(text.strip())
+    return " ".join(texts).replace("%", "%%") or _OPTION_HELP.get(name, "")
 
 
 _OPTION_HELP = {

@@ -270,3 +270,15 @@ def test_the_unit_file_fits_the_server():
     prevented = {int(status) for status in service["RestartPreventExitStatus"].split()}
     assert serve.EXIT_WRONG_INPUT in prevented
     assert EXIT_ENGINE_FAILED not in prevented
+
+
+def test_help_ends_its_sentences():
+    """Of settings whose text goes on in another line, too."""
+    for name, setting in serve.SETTINGS.items():
+        words = " ".join((setting.owner.__doc__ or "").split())
+        text = serve._help(name).replace("%%", "%")
+        assert text, name
+        if name not in serve._OPTION_HELP:
+            after = words.partition(text)[2].split()
+            assert text in words
+            assert not after or after[0].strip(",") in {*serve.SETTINGS, "None"}, f"--{name}: goes on with {after[:6]}"
