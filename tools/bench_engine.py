@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.decode(n_streams, args.decode_context, args.output_tokens)
         for n_tokens in args.prefill:
             bench.prefill(n_tokens, args.report_rows)
-    except EngineError as error:
+    except (EngineError, ValueError) as error:  # what cannot run, and what ended
         print(f"bench_engine: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
