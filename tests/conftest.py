@@ -4,7 +4,8 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Generator
+import signal
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A fresh random stream a run; --seed repeats it, whichever tests run beside it and in what order."""
     name = hashlib.sha256(request.node.nodeid.encode()).digest()
     return np.random.default_rng([request.config.option.seed, int.from_bytes(name[:8])])
+
+
+@pytest.fixture
+def hears_interrupts() -> Iterator[None]:
+    """SIGINT as a terminal's process has it, here and in children: workers of tests and background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -339,10 +339,10 @@ def test_a_server_whose_engine_dies_keeps_the_runs_before(measure, start):
     assert "decode token/s" in err
 
 
+@pytest.mark.usefixtures("hears_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_the_runs_before_and_leaves_the_server_free(measure, start, number):
     server = start()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of the tests ignores it
 
     def interrupt():
         wait_until(lambda: server.engine.stats().ended.get("length", 0) == 3)  # a warm-up and two runs
@@ -352,10 +352,7 @@ def test_an_interrupt_keeps_the_runs_before_and_leaves_the_server_free(measure, 
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    try:
-        status, report, err = measure(server, *SMALL, "--runs", "9")
-    finally:
-        signal.signal(signal.SIGINT, before)
+    status, report, err = measure(server, *SMALL, "--runs", "9")
     thread.join()
     assert (status, report["error"]) == (bench.EXIT_INTERRUPTED, "interrupted")
     assert len(report["runs"]) == 2

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ RUNGS = {
 
 
 @pytest.fixture
-def bring_up(hip_device, data_folder, tmp_path):
+def bring_up(hip_device, hears_interrupts, data_folder, tmp_path):
     """bring_up(): (exit status, stderr, report) of a climb in a child. until: interrupted once that is said."""
     shutil.copytree(data_folder / "micro" / "model", tmp_path / "model")
     (tmp_path / ".cache").mkdir()
@@ -36,9 +35,7 @@ def bring_up(hip_device, data_folder, tmp_path):
 
     def climb(until=None):
         lines = []
-        hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a worker of the tests ignores
-        where = {"env": environ, "cwd": tmp_path, "preexec_fn": hears}
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **where) as process:
+        with subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
             for line in process.stderr:
                 lines.append(line)
                 if until and until in line:

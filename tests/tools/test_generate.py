@@ -261,14 +261,12 @@ def test_as_a_process_whatever_the_environments_threads(answer, threads):
         assert f"{name} {want[name]}\n" in done.stderr.decode()
 
 
+@pytest.mark.usefixtures("hears_interrupts")
 def test_ctrl_c_on_a_terminal_stops_quietly():
     """Bar, text, then the interrupt while tokens come: a new line, status 130, no traceback."""
     master, slave = pty.openpty()
     command = [*COMMAND, "--prompt", "Hello", "--temperature", "0", "--max-tokens", "4000", "--ignore-eos"]
-    # A shell's background job ignores Ctrl-C, and so would its children; a terminal's do not.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=ENV | {"TERM": "xterm"}, cwd=ROOT)
-    signal.signal(signal.SIGINT, before)
     os.close(slave)
     seen = b""
     while b"strame" not in seen:  # the first tokens

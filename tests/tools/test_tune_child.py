@@ -139,6 +139,7 @@ def test_a_hopeless_cell_is_ended(start, measure, monkeypatch):
     assert measure(server, limit_s=20.0).status == "done"
 
 
+@pytest.mark.usefixtures("hears_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt(start, measure, number):
     server = start()
