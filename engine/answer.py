@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
-from rocline.engine.handoff import HandOff, gathered
+from rocline.engine.handoff import Rows, gathered
 from rocline.engine.layers.head import Logits, final_rows
 from rocline.engine.logprobs import Logprobs, logprobs_of
 from rocline.engine.sampling import SamplerState, pack_rows
@@ -55,7 +55,7 @@ class Answer:
     logits_f32: Tensor | None = None
 
 
-def answer(config: TextConfig, weights: ModelWeights, rows: HandOff, asks: Mapping[int, Ask]) -> dict[int, Answer]:
+def answer(config: TextConfig, weights: ModelWeights, rows: Rows, asks: Mapping[int, Ask]) -> dict[int, Answer]:
     """By sequence, the answer to each whose logits were wanted of these rows (RowSpan.logits_from).
 
     Waits for the device once a piece of rows, and for each row whose log-probabilities or logits are asked for.
@@ -78,7 +78,7 @@ def answer(config: TextConfig, weights: ModelWeights, rows: HandOff, asks: Mappi
     return answers
 
 
-def _pieces(config: TextConfig, weights: ModelWeights, rows: HandOff) -> Iterator[Logits]:
+def _pieces(config: TextConfig, weights: ModelWeights, rows: Rows) -> Iterator[Logits]:
     """Logits of the wanted rows, a tile at a time: each piece overwrites the one before."""
     h_bf16, places = final_rows(config, weights.norm_bf16, rows)
     n_rows = min(ROWS_AT_A_TIME, len(places))

@@ -117,21 +117,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A hand-off's tensors in one piece of memory, which is moved whole; they may have more rows than the hand-off.
+    """Tensors of rows in one piece of memory, behind the tables that a captured step reads of those rows.
 
-    data_u8 [bytes]; places of every tensor that is per row
+    data_u8 [bytes], of which n_table_bytes are tables; places of the tensors, which may have more rows than there are
     """
 
     data_u8: Tensor
+    n_table_bytes: int
     places: tuple[Place, ...]
 
-    def tensors(self, n_rows: int | None = None) -> dict[str, Any]:
-        """By field, the first n_rows rows of each, or all."""
-        return {place.field: self._tensor(place)[:n_rows] for place in self.places}
+    @property
+    def tables_u8(self) -> Tensor:
+        return self.data_u8[: self.n_table_bytes]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it lies here."""
-        return 0 <= tensor.data_ptr() - self.data_u8.data_ptr() < self.data_u8.nbytes
+    def is_laid_out_as(self, other: Packed) -> bool:
+        return len(self.data_u8) == len(other.data_u8) and self.places == other.places
+
+    def tensors(self, n_rows: int | None = None) -> dict[str, Any]:
+        """By field of a HandOff, the first n_rows rows of each, or all."""
+        return {place.field: self._tensor(place)[:n_rows] for place in self.places}
 
     def _tensor(self, place: Place) -> Tensor:
         typed, strides, step = self.data_u8.view(place.dtype), list[int](), 1
@@ -156,7 +160,6 @@ class HandOff:
     lease          what the tensors above lie in, once the stage that made them has ended; None inside a stage
     engram         table rows gathered for these rows; None where each Engram layer gathers its own, and after the
                    last one. Whoever ends the rows' way before that releases it
-    packed         what the tensors per row are views of, where they lie together; a stage at work replaces some
     """
 
     spans: tuple[RowSpan, ...]
@@ -169,7 +172,6 @@ class HandOff:
     fresh: tuple[FreshRows, ...] = ()
     lease: Lease | None = None
     engram: EngramRows | None = None
-    packed: Packed | None = None
 
     @property
     def n_rows(self) -> int:
@@ -185,8 +187,6 @@ class HandOff:
         maybe = (self.selected_i32, self.blocks_i32)
         per_row = [self.positions_i32, self.lookback_i32, self.streams_bf16, self.pre_f32]
         per_row += [t for t in maybe if t is not None]
-        if packed := self.packed:
-            per_row = [packed.data_u8, *(t for t in per_row if not packed.holds(t))]
         return [*per_row, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
 
     def copied(self) -> HandOff:
@@ -195,15 +195,11 @@ class HandOff:
 
     def moved(self, change: Callable[[Tensor], Tensor]) -> HandOff:
         """The same rows, not leased, with a copy by `change` of every tensor that travels, in no particular order."""
-        fresh = tuple(replace(f, rows_u8=change(f.rows_u8), keys_u8=change(f.keys_u8)) for f in self.fresh)
-        if not self.packed:
-            return self._per_row(change, fresh=fresh, lease=None)
-        packed = replace(self.packed, data_u8=change(self.packed.data_u8))
-        return replace(self, fresh=fresh, lease=None, packed=packed, **packed.tensors(self.n_rows))
+        return self._per_row(change, fresh=_moved(self.fresh, change), lease=None)
 
     def unpacked(self) -> HandOff:
-        """The same rows with every tensor by itself, in the memory that this thread uses."""
-        return self._per_row(copy) if self.packed else self
+        """As StepRows.unpacked."""
+        return self
 
     def release(self) -> None:
         """Give back the memory of a hand-off whose receiver has its copy."""
@@ -220,7 +216,6 @@ class HandOff:
             pre_f32=change(self.pre_f32),
             selected_i32=None if self.selected_i32 is None else change(self.selected_i32),
             blocks_i32=None if self.blocks_i32 is None else change(self.blocks_i32),
-            packed=None,
             **others,
         )
 
@@ -250,6 +245,61 @@ class HandOff:
         engram = self.engram and self.engram.pick(index)
         here = scratch.upload(index)
         return replace(self._per_row(lambda tensor: gathered(tensor, here)), spans=spans, engram=engram)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of a decode step between two captured visits: a hand-off that lies as both of them have it.
+
+    packed  of as many rows as the captured steps have; the first are those of `spans`
+    rings   numbers of the sequences' rings in its tables; a stage that gave them others makes tables of its own
+
+    The other fields are as in HandOff.
+    """
+
+    spans: tuple[RowSpan, ...]
+    packed: Packed
+    rings: tuple[int, ...]
+    fresh: tuple[FreshRows, ...] = ()
+    lease: Lease | None = None
+    engram: EngramRows | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.spans)
+
+    @property
+    def is_spent(self) -> bool:
+        return False
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that must travel with the rows."""
+        return [self.packed.data_u8, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
+
+    def copied(self) -> StepRows:
+        """As HandOff.copied."""
+        return self.moved(copy)
+
+    def moved(self, change: Callable[[Tensor], Tensor]) -> StepRows:
+        """As HandOff.moved."""
+        packed = replace(self.packed, data_u8=change(self.packed.data_u8))
+        return replace(self, packed=packed, fresh=_moved(self.fresh, change), lease=None)
+
+    def unpacked(self) -> HandOff:
+        """The same rows as a hand-off of views; the lease stays with this."""
+        return HandOff(self.spans, **self.packed.tensors(self.n_rows), fresh=self.fresh, engram=self.engram)
+
+    def release(self) -> None:
+        """As HandOff.release."""
+        if self.lease:
+            self.lease.release()
+
+
+Rows = HandOff | StepRows
+
+
+def _moved(fresh: Iterable[FreshRows], change: Callable[[Tensor], Tensor]) -> tuple[FreshRows, ...]:
+    return tuple(replace(of, rows_u8=change(of.rows_u8), keys_u8=change(of.keys_u8)) for of in fresh)
 
 
 def copy(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
 from rocline.engine.engram import load_id_map
 from rocline.engine.engram_ahead import GatheredLate
-from rocline.engine.handoff import PrefillMode, Reach, RowKind, RowSpan, reach_for
+from rocline.engine.handoff import PrefillMode, Reach, RowKind, Rows, RowSpan, reach_for
 from rocline.engine.home import DeviceKind, HipHome, Home, HostHome, Part
 from rocline.engine.layers.head import Logits, embed_rows, final_logits, lookback_rows
 from rocline.engine.pages import PAGE_POSITIONS, Pages, scored_sources
@@ -299,7 +299,7 @@ class Model:
 
         watched = ignore if record is ignore else fetched
         with torch.inference_mode(), self.at_the_ends():
-            rows = embed_rows(text, weights.embed_bf16, tuple(spans), ids, self.engram_rows(spans, ids))
+            rows: Rows = embed_rows(text, weights.embed_bf16, tuple(spans), ids, self.engram_rows(spans, ids))
             try:
                 for stage in self.stages:
                     if rows.is_spent:

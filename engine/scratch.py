@@ -207,6 +207,7 @@ class StageMemory:
         self.n_taken = 0  # of the arena's takes: by this memory
         self.room: Room | None = None  # of the innermost scope, while that runs by its script
         self.scripts: dict[tuple[tuple[int, int], Key], Script] = {}
+        self._apart = range(0)  # offsets that set_apart has
 
     def scope(self) -> _Frame:
         """`with memory.scope():` gives back at the end what was lent inside, also when the body raises, unless it is
@@ -233,6 +234,16 @@ class StageMemory:
         """Give tensors of the innermost scope back before it ends."""
         self.frames[-1].stop_learning()
         self.give_back(self._hand_on(tensors))
+
+    @contextmanager
+    def set_apart(self, tensor: Tensor) -> Iterator[None]:
+        """Meanwhile views of this tensor are nobody's to keep, lease or free. Of one tensor at a time."""
+        offset = tensor.data_ptr() - self._first_byte
+        self._apart = range(offset, offset + tensor.nbytes)
+        try:
+            yield
+        finally:
+            self._apart = range(0)
 
     def give_back(self, spans: Iterable[Span]) -> None:
         """Release spans that were handed on."""
@@ -265,7 +276,7 @@ class StageMemory:
         frame, out = self.frames[-1], []
         for tensor in tensors:
             offset = tensor.data_ptr() - self._first_byte
-            if not 0 <= offset < self.arena.slab_bytes or tensor.numel() == 0:
+            if not 0 <= offset < self.arena.slab_bytes or tensor.numel() == 0 or offset in self._apart:
                 continue
             if (span := frame.hand_on(offset)) is None:
                 raise RuntimeError(

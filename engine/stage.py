@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import HandOff, RowKind, gathered
+from rocline.engine.handoff import HandOff, RowKind, Rows, StepRows, gathered
 from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.layers.attention import AttentionWeights
@@ -37,6 +39,8 @@ from rocline.hip_kernels.attention_hip import Selected, Windows
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import layer_kind
 from rocline.hip_kernels.layer_ops import attend
+
+AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Stage:
         ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
         self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
+        self._own_pairs = [visit.kv_sides & self._pairs.keys() for visit in self.visits]
         self.steps = Steps(self.config, self.visits, rope, self.sequences)
 
     def _ring_rooms(
@@ -174,16 +179,16 @@ class Stage:
 
     def run(
         self,
-        rows: HandOff | Callable[[], HandOff],
+        rows: Rows | Callable[[], Rows],
         visit: int = 0,
         *,
         between: Callable[[], None] = lambda: None,
         record: Recorder = ignore,
-    ) -> HandOff:
+    ) -> Rows:
         """Run a visit over rows whose page tables are long enough.
 
         rows     a hand-off, which is copied before anything else; or what puts one of the caller's own into this
-                 stage's memory (scratch), called where the copy would be made
+                 stage's memory (scratch, or where `room_for` says), called where the copy would be made
         between  called between two layers. It may run other sequences' rows through this stage, in any visit; what
                  it raises ends this run
 
@@ -191,7 +196,9 @@ class Stage:
         later visit still needs. Raises ArenaFull when the chunk does not fit.
         """
         work, route = self.visits[visit], self.routes[visit]
-        with torch.inference_mode(), scratch.use(self.memory), self.memory.scope():
+        # Entering what a worker's thread has entered already takes longer than asking.
+        inference = nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+        with inference, scratch.use(self.memory), self.memory.scope():
             rows = rows() if callable(rows) else rows.copied()
             for fresh in rows.fresh:
                 if fresh.source in route.stores:
@@ -201,11 +208,20 @@ class Stage:
             if record is ignore and (step := self.steps.find(visit, rows)):
                 for span in rows.spans:
                     state, window = self.sequences[span.sequence], self.config.sliding_window
-                    state.add_row(span.start, work.layers, work.kv_sides & self._pairs.keys(), window)
+                    state.add_row(span.start, work.layers, self._own_pairs[visit], window)
                 rows = self.steps.run(step, rows)
             else:
-                rows = self._layers(visit, rows.unpacked(), self._tables(rows), between, record)
+                rows = rows if isinstance(rows, HandOff) else rows.unpacked().copied()
+                rows = self._layers(visit, rows, self._tables(rows), between, record)
             return replace(rows, lease=self.memory.lease(rows.tensors()))
+
+    def room_for(self, visit: int, rows: Rows) -> Tensor | None:
+        """Where a captured step reads the piece that these rows lie in; None where they may lie anywhere.
+
+        Only until the visit is run, which must be next.
+        """
+        step = self.steps.find(visit, rows) if isinstance(rows, StepRows) else None
+        return step.inputs.data_u8 if step else None
 
     def _layers(
         self,
@@ -226,7 +242,7 @@ class Stage:
     def _tables(self, rows: HandOff) -> RowTables:
         return self._tables_of(rows.spans, [self.sequences[span.sequence] for span in rows.spans])
 
-    def _forwarded(self, rows: HandOff, route: Route) -> HandOff:
+    def _forwarded(self, rows: AnyRows, route: Route) -> AnyRows:
         """The rows without the fresh ones that no later visit needs."""
         spent = [fresh for fresh in rows.fresh if fresh.source not in route.forwards]
         if not spent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import TableRows
-from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, RowSpan, copy, reach_for
+from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, Rows, RowSpan, StepRows, copy, reach_for
 from rocline.engine.kv_side import closed_by
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import StageLayers
@@ -24,6 +24,7 @@ from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import SequenceState
 from rocline.engine.step_tables import ALIGNMENT, StepPlaces, StepRope, StepSizes, StepTables
 from rocline.hip_kernels.binding import shapes_only
+from rocline.hip_kernels.driver import copy_async
 from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.kernel import Kernel, prepare, seen
 from rocline.hip_kernels.rows import copy_rows, gather_rows
@@ -83,7 +84,6 @@ class Step:
     """
 
     tables: StepTables
-    tables_u8: Tensor
     places: StepPlaces
     inputs: Packed
     engram: StepEngram
@@ -142,26 +142,25 @@ class Steps:
         spans = tuple(RowSpan(-1 - row, 1, 1, RowKind.DECODE, reach, 1) for row in range(n_rows))
         with torch.inference_mode(), scratch.use(memory), memory.scope():
             tables = StepTables(sizes, self._rope)
-            tables_u8 = scratch.u8(len(tables.host_u8))
-            places = tables.on_device(tables_u8, spans, room.context)
             here = [layer for layer in self._visits[visit].layers if layer in by.engram_tables]
             engram = StepEngram({layer: _table_rows(by.engram_tables[layer], n_rows) for layer in here})
             entered, left = _ends(self._visits[visit])
-            inputs = self._packed(n_rows, entered)
+            inputs = self._packed(n_rows, entered, tables)
+            places = tables.on_device(inputs.tables_u8, spans, room.context)
             self._sequences.update((span.sequence, by.stand_in()) for span in spans)
             try:
-                with capture() as graph:
-                    given = HandOff(spans, **inputs.tensors(), engram=engram, packed=inputs)
-                    rows = by.layers(visit, given, places.tables)
-                    made = self._packed(n_rows, left)
+                with capture() as graph, memory.set_apart(inputs.data_u8):
+                    rows = by.layers(visit, HandOff(spans, **inputs.tensors(), engram=engram), places.tables)
+                    made = self._packed(n_rows, left, tables)
+                    copy_rows(inputs.tables_u8, made.tables_u8)
                     for field, tensor in made.tensors().items():
                         copy_rows(getattr(rows, field), tensor)
             finally:
                 for span in spans:
                     del self._sequences[span.sequence]
-            return Step(tables, tables_u8, places, inputs, engram, made, rows.fresh, graph)
+            return Step(tables, places, inputs, engram, made, rows.fresh, graph)
 
-    def _packed(self, n_rows: int, layer: int) -> Packed:
+    def _packed(self, n_rows: int, layer: int, tables: StepTables) -> Packed:
         """Room for what enters a layer: a list once an index source has run, blocks once their producer has."""
         config, before = self._config, self._config.layers[:layer]
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -174,28 +173,35 @@ class Steps:
             shapes["selected_i32"] = (n_rows, config.index_topk), torch.int32
         if any(role.writes_candidates for role in before):
             shapes["blocks_i32"] = (n_rows, config.candidate_topk_blocks), torch.int32
-        places, end = [], 0
+        places, end = [], len(tables.host_u8)
         for field, (shape, dtype) in shapes.items():
+            end += -end % ALIGNMENT
             places.append(Place(field, end, shape, dtype))
             end += prod(shape) * dtype.itemsize
-            end += -end % ALIGNMENT
-        return Packed(scratch.u8(end), tuple(places))
+        return Packed(scratch.u8(end), len(tables.host_u8), tuple(places))
 
-    def find(self, visit: int, rows: HandOff) -> Step | None:
+    def find(self, visit: int, rows: Rows) -> Step | None:
         """The step that these rows may run as."""
         n_rows = rows.n_rows
         if not self._row_counts or not 0 < n_rows <= self._row_counts[-1] or not all(map(_is_step, rows.spans)):
             return None
-        return self._steps[visit, next(n for n in self._row_counts if n >= n_rows)]
+        step = self._steps[visit, next(n for n in self._row_counts if n >= n_rows)]
+        return step if isinstance(rows, HandOff) or rows.packed.is_laid_out_as(step.inputs) else None
 
-    def run(self, step: Step, rows: HandOff) -> HandOff:
-        """A visit's rows, in this thread's memory, from what enters it there."""
+    def run(self, step: Step, rows: Rows) -> StepRows:
+        """A visit's rows, in this thread's memory, from what enters it there; StepRows may lie in step.inputs already.
+
+        Raises RuntimeError where a sequence does not hold what its row reads.
+        """
         spans, from_i64 = rows.spans, step.places.from_i64
-        step.tables.fill(spans, [self._sequences[span.sequence] for span in spans])
-        scratch.put(step.tables.host_u8, step.tables_u8)
-        if rows.packed and rows.packed.places == step.inputs.places:
-            copy_rows(rows.packed.data_u8, step.inputs.data_u8)
-        else:
+        states = [self._sequences[span.sequence] for span in spans]
+        rings = tuple(state.ring_number for state in states)
+        if isinstance(rows, StepRows) and rows.packed.data_u8 is not step.inputs.data_u8:
+            _copy_bytes(rows.packed.data_u8, step.inputs.data_u8)
+        if isinstance(rows, HandOff) or rows.rings != rings:
+            step.tables.fill(spans, states)
+            scratch.put(step.tables.host_u8, step.inputs.tables_u8)
+        if isinstance(rows, HandOff):
             for field, into in step.inputs.tensors().items():
                 _fill(into, getattr(rows, field), from_i64)
         engram = rows.engram
@@ -207,9 +213,10 @@ class Steps:
             engram.release()
             engram = None
         step.graph.launch()
-        packed = replace(step.made, data_u8=copy(step.made.data_u8))
-        fresh = (*rows.fresh, *self._fresh(step.fresh, spans))
-        return HandOff(spans, **packed.tensors(rows.n_rows), fresh=fresh, engram=engram, packed=packed)
+        made_u8 = scratch.u8(len(step.made.data_u8))
+        _copy_bytes(step.made.data_u8, made_u8)
+        packed = Packed(made_u8, step.made.n_table_bytes, step.made.places)
+        return StepRows(spans, packed, rings, (*rows.fresh, *self._fresh(step.fresh, spans)), engram=engram)
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
         """Of the fresh rows those that the spans close."""
@@ -250,6 +257,11 @@ def _on_paper(memory: StageMemory, all_in: Callable[[StageMemory], object]) -> t
 
 def _is_step(span: RowSpan) -> bool:
     return span.kind is RowKind.DECODE and span.n_rows == 1 and span.keeps_rows
+
+
+def _copy_bytes(given_u8: Tensor, into_u8: Tensor) -> None:
+    """As copy_rows, without the way of an operator to it, which takes longer than the rest of a visit."""
+    copy_async(into_u8.data_ptr(), given_u8.data_ptr(), given_u8.nbytes)
 
 
 def _fill(into: Tensor, given: Tensor, from_i64: Tensor) -> None:

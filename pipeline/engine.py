@@ -25,11 +25,10 @@ from rocline.engine.digest import LogitsDigest, ids_sha256
 from rocline.engine.engram import load_id_map
 from rocline.engine.engram_ahead import EngramAhead, Gathered
 from rocline.engine.generation import check_prompt
-from rocline.engine.handoff import HandOff, reach_for
+from rocline.engine.handoff import HandOff, Rows, reach_for
 from rocline.engine.home import Home, fence
 from rocline.engine.layers.head import embed_rows, lookback_rows
 from rocline.engine.pages import PAGE_POSITIONS, Pages
-from rocline.engine.row_checks import BadRow
 from rocline.engine.sampling import SamplerState
 from rocline.engine.weights import ModelWeights, StoredWeights, WeightSource
 from rocline.pipeline.assembly import Assembly, assemble, lay_out
@@ -115,6 +114,7 @@ class Engine:
         layout = lay_out(config, options, self.context, kv_tokens, source)
         self.placement, self._on_failure = layout.placement, on_failure
         self._lock = threading.Condition(threading.Lock())
+        self._finding = threading.Lock()  # taken before the other
         self._state, self._reason = State.STARTING, ""
         self._running: dict[int, _Running] = {}
         self._ended: Counter[str] = Counter()
@@ -306,7 +306,7 @@ class Engine:
         job, weights = task.job, self._assembly.weights[self._path[0][0]]
         return embed_rows(self.config.text_config, weights.embed_bf16, job.spans, _ids(job), task.engram)
 
-    def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
+    def answers(self, task: Task, rows: Rows) -> dict[int, Answer] | None:
         if task.place < len(self._path) - 1:
             return {} if rows.is_spent else None
         job = task.job
@@ -347,22 +347,24 @@ class Engine:
         """Give back what has been copied, and end requests whose rows are bad."""
         self._assembly.transport.sweep()
         for worker in self._workers:
-            if bad := worker.found():
-                self.bad(worker, bad)
+            self.find_bad(worker)
 
     def _look(self) -> None:
         self._settle()
         for worker in self._workers:
             worker.look()
 
-    def bad(self, worker: Worker, rows: list[BadRow]) -> None:
-        with self._lock:
-            for sequence, position in rows:
-                self._fail_request(
-                    sequence,
-                    f"the residual streams of position {position} are not finite after stage {worker.number}; "
-                    "the request cannot go on",
-                )
+    def find_bad(self, worker: Worker) -> None:
+        with self._finding:  # or one thread would find them, and another go on before that has told
+            if not (rows := worker.found()):
+                return
+            with self._lock:
+                for sequence, position in rows:
+                    self._fail_request(
+                        sequence,
+                        f"the residual streams of position {position} are not finite after stage {worker.number}; "
+                        "the request cannot go on",
+                    )
 
     def failed(self, worker: Worker, job: Job | None, error: Exception) -> None:
         if not job or not isinstance(error, ArenaFull):

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, product
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from rocline.engine import scratch
-from rocline.engine.handoff import HandOff
+from rocline.engine.handoff import Packed, Rows, StepRows
 from rocline.engine.scratch import Lease, StageMemory
 from rocline.hip_kernels.driver import (
     Device,
@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 CHECK_BYTES = (1, 256, (1 << 20) + 3, (16 << 20) + 1)
 GUARD_BYTES = 256  # after a checked copy's end: they must stay as they are
 _ROOM_BYTES = max(CHECK_BYTES) + GUARD_BYTES + 255 & -256
+SWEEP_AT = 8  # hand-offs released and not given back: asking HIP at every visit of a step takes a part of its time
 BOUNCE_BYTES = 4 << 20  # of each half of a bounce's buffer: what PCIe moves in the time of a few launches
+
+AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
 class Transport(Protocol):
@@ -49,13 +52,18 @@ class Transport(Protocol):
     scope that its stage runs in. Whoever holds the sent hand-off then releases it, as any other.
     """
 
-    def send(self, rows: HandOff, source_device: int) -> HandOff:
+    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
         """Rows that a stage on this device has made, ready to be received."""
 
-    def receive(self, sent: HandOff, source_device: int, target_device: int, memory: StageMemory) -> HandOff:
-        """A copy of `sent` in the innermost scope of `memory`, which is on the target device. Raises ArenaFull."""
+    def receive(
+        self, sent: Rows, source_device: int, target_device: int, memory: StageMemory, room_u8: Tensor | None = None
+    ) -> Rows:
+        """A copy of `sent` in the innermost scope of `memory`, which is on the target device. Raises ArenaFull.
 
-    def has_left(self, sent: HandOff) -> bool:
+        room_u8  of StepRows: where their piece shall lie instead, memory that only the current stream's work touches
+        """
+
+    def has_left(self, sent: Rows) -> bool:
         """Whether the copies made of a released hand-off have completed: its memory is its sender's again."""
 
     def sweep(self) -> None:
@@ -71,14 +79,16 @@ class Transport(Protocol):
 class InProcess:
     """Stages that are threads of one process, with memory on the host."""
 
-    def send(self, rows: HandOff, source_device: int) -> HandOff:
+    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
         return rows
 
-    def receive(self, sent: HandOff, source_device: int, target_device: int, memory: StageMemory) -> HandOff:
+    def receive(
+        self, sent: Rows, source_device: int, target_device: int, memory: StageMemory, room_u8: Tensor | None = None
+    ) -> Rows:
         with scratch.use(memory):
             return sent.copied()
 
-    def has_left(self, sent: HandOff) -> bool:
+    def has_left(self, sent: Rows) -> bool:
         return True
 
     def sweep(self) -> None:
@@ -144,20 +154,24 @@ class PeerCopies:
         self._released: list[_SentLease] = []
         self._lock = threading.Lock()
 
-    def send(self, rows: HandOff, source_device: int) -> HandOff:
+    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
         """Marks on the current stream when `rows` are there."""
         if rows.lease is None:
             raise ValueError("send: these rows have no lease; only what a stage's run has returned can be sent")
         _check_current(source_device, "send from")
-        self.sweep()
         return replace(rows, lease=_SentLease(rows.lease, Event().record(), self._give_back))
 
-    def receive(self, sent: HandOff, source_device: int, target_device: int, memory: StageMemory) -> HandOff:
+    def receive(
+        self, sent: Rows, source_device: int, target_device: int, memory: StageMemory, room_u8: Tensor | None = None
+    ) -> Rows:
         """Queues the copies; the current stream waits for them, the host does not."""
         lease = sent.lease
         if not isinstance(lease, _SentLease):
             raise ValueError("receive: these rows were not sent; the stage that made them calls send first")
         _check_current(target_device, "receive on")
+        link = self._links[source_device, target_device]
+        if isinstance(sent, StepRows) and room_u8 is not None:
+            return self._into(room_u8, sent, lease, link, memory)
         self.sweep()
         parts: list[_Part] = []
 
@@ -177,15 +191,36 @@ class PeerCopies:
             with self._streams[target_device]:
                 wait_for(lent)
                 try:
-                    self._links[source_device, target_device].copy(parts, lease.ready)
+                    link.copy(parts, lease.ready)
                 finally:
                     copied.record()  # where a copy was refused, of those before it
         finally:
             wait_for(copied)
         return received
 
-    def has_left(self, sent: HandOff) -> bool:
-        return not isinstance(sent.lease, _SentLease) or all(event.done() for event in sent.lease.copies)
+    def _into(self, room_u8: Tensor, sent: StepRows, lease: _SentLease, link: _Link, memory: StageMemory) -> StepRows:
+        """As receive, on the current stream itself: a step is too short for another one to help it."""
+        fresh, parts = sent.fresh, [(room_u8.data_ptr(), sent.packed.data_u8.data_ptr(), room_u8.nbytes)]
+        if fresh:
+            with scratch.use(memory):
+                fresh = tuple(replace(of, rows_u8=_room(of.rows_u8), keys_u8=_room(of.keys_u8)) for of in fresh)
+            for ours, theirs in zip(fresh, sent.fresh, strict=True):
+                parts.append((ours.rows_u8.data_ptr(), theirs.rows_u8.data_ptr(), ours.rows_u8.nbytes))
+                parts.append((ours.keys_u8.data_ptr(), theirs.keys_u8.data_ptr(), ours.keys_u8.nbytes))
+        copied = Event()
+        lease.copies.append(copied)
+        try:
+            link.copy(parts, lease.ready)
+        finally:
+            copied.record()  # where a copy was refused, of those before it
+        packed = Packed(room_u8, sent.packed.n_table_bytes, sent.packed.places)
+        return StepRows(sent.spans, packed, sent.rings, fresh, engram=sent.engram)
+
+    def has_left(self, sent: Rows) -> bool:
+        if isinstance(sent.lease, _SentLease) and not all(event.done() for event in sent.lease.copies):
+            return False
+        self.sweep()
+        return True
 
     def settle(self) -> None:
         with self._lock:
@@ -203,7 +238,8 @@ class PeerCopies:
     def _give_back(self, lease: _SentLease) -> None:
         with self._lock:
             self._released.append(lease)
-        self.sweep()
+        if not lease.copies or len(self._released) >= SWEEP_AT:
+            self.sweep()
 
     def sweep(self) -> None:
         passed: list[_SentLease] = []
@@ -219,6 +255,10 @@ class PeerCopies:
 def _check_current(device: int, doing: str) -> None:
     if here.device != device:
         raise ValueError(f"{doing} device {device}: the current stream is of device {here.device}; enter the stage's")
+
+
+def _room(tensor: Tensor) -> Tensor:
+    return scratch.like(tensor, len(tensor))
 
 
 _Part = tuple[int, int, int]  # to address, from address, n_bytes

@@ -29,7 +29,7 @@ class _Step:
     entered_s: float
     began_s: float
     limit_s: float
-    what: str
+    what: object
 
 
 class Watchdog:
@@ -60,8 +60,9 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, args=(check_every_s,), name="watchdog", daemon=True)
             self._thread.start()
 
-    def began(self, stage: int, predicted_s: float | None, what: str) -> None:
-        """A step of this stage begins, perhaps inside another one. `what` goes to the log: no prompt text."""
+    def began(self, stage: int, predicted_s: float | None, what: object) -> None:
+        """A step of this stage begins, perhaps inside another one. What str() says of `what` goes to the log: no
+        prompt text."""
         limit_s = max(self._floor_s, self._factor * (predicted_s or 0.0))
         now_s = self._now()
         self._steps[stage].append(_Step(now_s, now_s, limit_s, what))
@@ -107,7 +108,7 @@ class Watchdog:
             *(stage, step.what, age_s, step.limit_s, all_stacks()),
         )
         try:
-            self._on_hang(stage, step.what, age_s, step.limit_s)
+            self._on_hang(stage, str(step.what), age_s, step.limit_s)
         except Exception:
             log.exception("watchdog: on_hang failed")
 

@@ -13,7 +13,7 @@ import torch
 from rocline.engine import scratch
 from rocline.engine.answer import Answer
 from rocline.engine.engram_ahead import Gathered
-from rocline.engine.handoff import HandOff
+from rocline.engine.handoff import HandOff, Rows
 from rocline.engine.home import Home
 from rocline.engine.marks import Moment
 from rocline.engine.row_checks import BadRow
@@ -44,7 +44,7 @@ class Task:
     job: Job
     engram: Gathered | None = None
     place: int = 0
-    rows: HandOff | None = None
+    rows: Rows | None = None
     sender: tuple[Worker, int] | None = None
 
     def let_go(self) -> None:
@@ -72,7 +72,7 @@ class Line(Protocol):
     def first_rows(self, task: Task) -> HandOff:
         """A task's rows as the path begins, in the memory of the calling thread."""
 
-    def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
+    def answers(self, task: Task, rows: Rows) -> dict[int, Answer] | None:
         """What comes of the rows that a visit has made, by sequence; None when they go on to another visit."""
 
     def pass_on(self, task: Task) -> None:
@@ -81,11 +81,23 @@ class Line(Protocol):
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
         """The job's rows have gone as far as they go, or nobody wants them."""
 
-    def bad(self, worker: Worker, rows: list[BadRow]) -> None:
-        """Rows whose residual streams are not finite after the worker's visit."""
+    def find_bad(self, worker: Worker) -> None:
+        """End the requests whose rows the worker has found to be not finite. When it returns they have ended, whichever
+        thread found them."""
 
     def failed(self, worker: Worker, job: Job | None, error: Exception) -> None:
         """A visit has raised: its sequences' state on this stage is lost. Without a job: the worker itself has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Doing:
+    """What a watchdog says of a visit."""
+
+    job: Job
+    visit: int
+
+    def __str__(self) -> str:
+        return f"{self.job} in visit {self.visit}"
 
 
 class _Lasting(NamedTuple):
@@ -130,7 +142,7 @@ class Worker:
         self._watchdog, self._predictor = watchdog, predictor
         self._lanes: Lanes[Task] = Lanes(len(stage.visits))
         self._uncopied = [0] * len(stage.visits)  # chunks made and not yet copied by who is next
-        self._sent: list[HandOff | None] = [None] * len(stage.visits)  # the latest chunk of each visit
+        self._sent: list[Rows | None] = [None] * len(stage.visits)  # the latest chunk of each visit
         self._clock, self._checks = home.clock(), home.checks(most_rows)
         self._is_performing = False
         self._layer_done: Moment | None = None  # of the chunk that is being queued
@@ -200,7 +212,8 @@ class Worker:
     def _run(self) -> None:
         torch.set_num_threads(1)  # a row's bits must not depend on how many threads added it up
         try:
-            with scratch.use(self.stage.memory):  # entering it for each visit takes longer than a small step has
+            # Entering these for each visit takes longer than a small step has.
+            with torch.inference_mode(), scratch.use(self.stage.memory):
                 while found := self._next():
                     self._is_performing = True
                     self._perform(*found)
@@ -254,7 +267,7 @@ class Worker:
             return
         kind = Kind[job.kind.name]
         n_rows = task.rows.n_rows if task.rows else job.n_rows  # that enter the visit
-        self._watchdog.began(number, self._predictor.predict(number, visit, kind, n_rows), f"{job} in visit {visit}")
+        self._watchdog.began(number, self._predictor.predict(number, visit, kind, n_rows), _Doing(job, visit))
         try:
             answers = self._visit(visit, task, is_outer)
         except Exception as error:  # whatever it is, requests wait for the news
@@ -269,9 +282,8 @@ class Worker:
         self.n_steps += 1
         if len(self._lasting) >= MOST_LASTING:
             self.look()
-        if bad := self.found():
-            line.bad(self, bad)
         if not job.is_step:
+            line.find_bad(self)
             self._steps_between()  # or they would follow the chunk, and wait a layer of it at every stage
             if answers is None:
                 line.pass_on(task)
@@ -290,7 +302,8 @@ class Worker:
         made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
         try:
             with memory.scope():
-                if not job.is_step:  # of a step's row what is no number stays so up to its logits, which are looked at
+                # Of a step's row what is no number stays so up to its logits, which are looked at.
+                if isinstance(made, HandOff) and not job.is_step:
                     self._checks.begin(made)
                 answers = self._line.answers(task, made)
             if answers is None:
@@ -307,16 +320,18 @@ class Worker:
                 self._sent[visit] = task.rows
         return answers
 
-    def _rows_for(self, task: Task, visit: int) -> HandOff:
+    def _rows_for(self, task: Task, visit: int) -> Rows:
         """The task's rows in this stage's memory, called inside the stage's run."""
         if not task.rows or not task.sender:
             return self._line.first_rows(task)
-        began = self._clock.mark()
-        sender, _ = task.sender
-        copied = self._transport.receive(task.rows, sender.device, self.device, self.stage.memory)
+        (sender, _), stage, job = task.sender, self.stage, task.job
+        began = None if job.is_step else self._clock.mark()  # a step's copy is too short to be shown
+        room_u8 = stage.room_for(visit, task.rows)
+        copied = self._transport.receive(task.rows, sender.device, self.device, stage.memory, room_u8)
         task.let_go()
-        job, ended = task.job, self._clock.mark()
-        self._lasting.append(_Lasting(began, ended, visit, Kind.COPY, job.number, copied.n_rows, False))
+        if began:
+            ended = self._clock.mark()
+            self._lasting.append(_Lasting(began, ended, visit, Kind.COPY, job.number, copied.n_rows, False))
         return copied
 
 

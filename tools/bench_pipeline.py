@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from rocline.engine.answer import Answer
-from rocline.engine.handoff import HandOff
+from rocline.engine.handoff import Rows
 from rocline.engine.model import Model
 from rocline.engine.sampling import SamplingParams
 from rocline.pipeline.engine import Engine
@@ -48,7 +48,7 @@ class _Hollow(Engine):
             worker.stage._step = lambda work, layer, rows, record: rows  # type: ignore[method-assign]
             worker.stage._tables = lambda rows: None  # type: ignore[method-assign,assignment,return-value]
 
-    def answers(self, task: Task, rows: HandOff) -> dict[int, Answer] | None:
+    def answers(self, task: Task, rows: Rows) -> dict[int, Answer] | None:
         if task.place < len(self._path) - 1:
             return None
         return {entry.number: Answer(token=5) for entry in task.job.entries}

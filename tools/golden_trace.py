@@ -257,7 +257,7 @@ def run_layer(
             value = torch.cat((got[field], value)) if field in got else value
         got["cand_keep" if field == "cand_blocks" else field] = value.clone()
 
-    return got, stage.run(trace.hand_off(start, role), record=record)
+    return got, stage.run(trace.hand_off(start, role), record=record).unpacked()
 
 
 def compare_layer(trace: Trace, role: LayerRole, got: Fields, want: Fields, tallies: Tallies) -> None:

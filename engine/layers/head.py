@@ -11,7 +11,7 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram_ahead import EngramRows
-from rocline.engine.handoff import HandOff, RowSpan, positions_of
+from rocline.engine.handoff import HandOff, Rows, RowSpan, positions_of
 from rocline.engine.layers.streams import collapse_norm
 from rocline.engine.record import Recorder, ignore
 from rocline.hip_kernels.embedding import embedding
@@ -69,20 +69,20 @@ def embed_rows(
 
 
 def final_rows(
-    config: TextConfig, norm_bf16: Tensor, rows: HandOff, record: Recorder = ignore
+    config: TextConfig, norm_bf16: Tensor, rows: Rows, record: Recorder = ignore
 ) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
     """The head's input [n, D] BF16 of the rows whose logits were asked for, and (sequence, position) of each.
 
     It lies in this thread's memory, as everything here does: a worker opens a scope of its stage's around it.
     """
-    rows = rows.from_floors([span.logits_from for span in rows.spans])
+    rows = rows.unpacked().from_floors([span.logits_from for span in rows.spans])
     h_bf16 = collapse_norm(config, norm_bf16, rows.streams_bf16, rows.pre_f32)
     record(config.num_hidden_layers, "final_h", h_bf16)
     return h_bf16, tuple((span.sequence, position) for span in rows.spans for position in range(span.start, span.end))
 
 
 def final_logits(
-    config: TextConfig, norm_bf16: Tensor, head_bf16: Tensor, rows: HandOff, record: Recorder = ignore
+    config: TextConfig, norm_bf16: Tensor, head_bf16: Tensor, rows: Rows, record: Recorder = ignore
 ) -> Logits:
     """Logits of the rows that were asked for, collapsed by the last layer's coefficients."""
     h_bf16, places = final_rows(config, norm_bf16, rows, record)
