@@ -109,7 +109,10 @@ def _choose(logits: Logits, rows: list[int], asks: Mapping[int, Ask]) -> _Choice
     """A token after each of these rows, which need not be finite; nothing is waited for."""
     if not rows:
         return None
-    choice = _Choice(rows, gathered(logits.logits_f32, scratch.upload(torch.tensor(rows))), scratch.i32(len(rows)))
+    logits_f32 = logits.logits_f32
+    if len(rows) < len(logits_f32):
+        logits_f32 = gathered(logits_f32, scratch.upload(torch.tensor(rows)))
+    choice = _Choice(rows, logits_f32, scratch.i32(len(rows)))
     samplers = [sampler for row in rows if (sampler := asks[logits.rows[row][0]].sampler)]
     sample(choice.logits_f32, pack_rows((sampler, ()) for sampler in samplers), choice.ids_i32)
     return choice

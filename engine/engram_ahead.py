@@ -67,6 +67,9 @@ class EngramRows(Protocol):
     def take(self, layer: int) -> TableRows:
         """The layer's, where this thread's operators read them; only lent, until `release`."""
 
+    def on_host(self, layer: int) -> TableRows:
+        """The layer's, waited for, in host memory; only lent, until `release`."""
+
     def pick(self, index_i64: Tensor) -> EngramRows:
         """Only these rows [n], given on the host."""
 
@@ -82,12 +85,15 @@ class GatheredLate:
     lookback_i32: Tensor
 
     def take(self, layer: int) -> TableRows:
+        return TableRows(*map(scratch.upload, self.on_host(layer)))
+
+    def on_host(self, layer: int) -> TableRows:
         table = self.tables[layer]
         rows = _room(table, len(self.lookback_i32))
         table.hash_rows(self.lookback_i32, rows.rows_i64)
         if not is_shapes_only():
             table.copy_rows(*rows)
-        return TableRows(*map(scratch.upload, rows))
+        return rows
 
     def pick(self, index_i64: Tensor) -> GatheredLate:
         return replace(self, lookback_i32=self.lookback_i32[index_i64])
@@ -121,6 +127,11 @@ class Gathered:
         for tensor, out in zip(rows, picked, strict=True):
             gather_rows(tensor, index_i64, out)
         return picked
+
+    def on_host(self, layer: int) -> TableRows:
+        """The layer's table rows, waited for, in host memory; lent as by `take`, which raises the same."""
+        rows = self._ahead._take(self._work, layer)
+        return rows if self._index_i64 is None else TableRows(*(tensor[self._index_i64] for tensor in rows))
 
     def pick(self, index_i64: Tensor) -> Gathered:
         """Only these rows [n], given on the host."""

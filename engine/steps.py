@@ -67,6 +67,9 @@ class StepEngram:
     def take(self, layer: int) -> TableRows:
         return self.layers[layer]
 
+    def on_host(self, layer: int) -> TableRows:
+        raise RuntimeError("a decode step has its table rows on the device")
+
     def pick(self, index_i64: Tensor) -> StepEngram:
         raise RuntimeError("a decode step keeps all of its rows")
 
@@ -207,8 +210,8 @@ class Steps:
         engram = rows.engram
         for layer, into_rows in step.engram.layers.items():
             assert engram is not None
-            for given, into in zip(engram.take(layer)[1:], into_rows[1:], strict=True):
-                _fill(into, given, from_i64)
+            for given, into in zip(engram.on_host(layer)[1:], into_rows[1:], strict=True):
+                scratch.put(_padded(given, len(into)), into)
         if engram is not None and max(self._config.engram_layer_ids) in step.engram.layers:
             engram.release()
             engram = None
@@ -262,6 +265,12 @@ def _is_step(span: RowSpan) -> bool:
 def _copy_bytes(given_u8: Tensor, into_u8: Tensor) -> None:
     """As copy_rows, without the way of an operator to it, which takes longer than the rest of a visit."""
     copy_async(into_u8.data_ptr(), given_u8.data_ptr(), given_u8.nbytes)
+
+
+def _padded(given: Tensor, n_rows: int) -> Tensor:
+    """Host rows, the last one again and again up to n_rows."""
+    n_more = n_rows - len(given)
+    return torch.cat([given, given[-1:].expand(n_more, *given.shape[1:])]) if n_more else given
 
 
 def _fill(into: Tensor, given: Tensor, from_i64: Tensor) -> None:

@@ -20,7 +20,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class StageStats:
-    """busy: at work now; busy_s since the start; waiting: jobs at the stage's door."""
+    """busy: at work now; busy_s since the start, of decode steps by every eighth; waiting: jobs at the stage's door."""
 
     stage: int
     device: int

@@ -35,6 +35,7 @@ MOST_LASTING = 64  # things that the timeline does not have yet
 class Task:
     """A job on its way.
 
+    timed   of a decode step: how many steps it stands for on the timeline; 0: it is not shown
     place   on the path: the visit that is next
     engram  table rows on their way for it; None for a model without Engram
     rows    for that visit; None before the first
@@ -43,6 +44,7 @@ class Task:
 
     job: Job
     engram: Gathered | None = None
+    timed: int = 1
     place: int = 0
     rows: Rows | None = None
     sender: tuple[Worker, int] | None = None
@@ -101,7 +103,7 @@ class _Doing:
 
 
 class _Lasting(NamedTuple):
-    """Something that is done when its end has come; is_outer: not inside another."""
+    """Something that is done when its end has come; its time at work counts so many times."""
 
     start: Moment
     end: Moment
@@ -109,7 +111,7 @@ class _Lasting(NamedTuple):
     kind: Kind
     job: int
     n_rows: int
-    is_outer: bool
+    times: int
 
 
 class Worker:
@@ -183,8 +185,7 @@ class Worker:
                 if (end_ns := of.end()) is None or (start_ns := of.start()) is None:
                     break
                 self._timeline.record(start_ns, end_ns, self.number, of.visit, of.kind, of.job, of.n_rows)
-                if of.is_outer:
-                    self.busy_s += (end_ns - start_ns) * 1e-9
+                self.busy_s += of.times * (end_ns - start_ns) * 1e-9
                 self._lasting.popleft()
 
     def stats(self) -> StageStats:
@@ -298,7 +299,7 @@ class Worker:
         between = _nothing if job.is_step else self._between
         if not job.is_step:
             self._layer_done = None
-        began = self._clock.mark()
+        began = self._clock.mark() if task.timed else None
         made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
         try:
             with memory.scope():
@@ -311,7 +312,9 @@ class Worker:
         except BaseException:
             made.release()
             raise
-        self._lasting.append(_Lasting(began, self._clock.mark(), visit, kind, job.number, n_rows, is_outer))
+        if began:
+            times = task.timed if is_outer else 0
+            self._lasting.append(_Lasting(began, self._clock.mark(), visit, kind, job.number, n_rows, times))
         if answers is not None:
             made.release()
         elif not job.is_step:
@@ -331,7 +334,7 @@ class Worker:
         task.let_go()
         if began:
             ended = self._clock.mark()
-            self._lasting.append(_Lasting(began, ended, visit, Kind.COPY, job.number, copied.n_rows, False))
+            self._lasting.append(_Lasting(began, ended, visit, Kind.COPY, job.number, copied.n_rows, 0))
         return copied
 
 
