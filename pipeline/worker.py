@@ -25,7 +25,9 @@ from rocline.pipeline.timeline import Kind, Timeline
 from rocline.pipeline.transport import Transport
 from rocline.pipeline.watchdog import StepPredictor, Watchdog
 
-POLL_S = 1e-4  # between two looks at what a device is still doing
+# Between two looks at what a device is still doing, twice as long each time. A chunk's layer takes many of the first,
+# and threads that ask all the time keep the interpreter from those that launch; one layer queued ahead covers the last.
+POLL_S, MOST_POLL_S = 1e-4, 1e-3
 # Python's own 5 ms, after which a thread gives way, are longer than a stage's visit of a step. For entry points.
 SWITCH_INTERVAL_S = 5e-4
 MOST_LASTING = 64  # things that the timeline does not have yet
@@ -223,13 +225,15 @@ class Worker:
             self._line.failed(self, None, error)
 
     def _next(self) -> tuple[int, Task] | None:
+        poll_s = POLL_S
         with self._door:
             while not self._closing:
                 on_their_way = [visit for visit, sent in enumerate(self._sent) if sent and not self._has_left(visit)]
                 blocked = [*on_their_way, *(visit for visit, n_chunks in enumerate(self._uncopied) if n_chunks)]
                 if found := self._lanes.next(blocked):
                     return found
-                self._door.wait(POLL_S if on_their_way and len(self._lanes) else None)
+                self._door.wait(poll_s if on_their_way and len(self._lanes) else None)
+                poll_s = min(2 * poll_s, MOST_POLL_S)
         return None
 
     def _has_left(self, visit: int) -> bool:
@@ -254,9 +258,11 @@ class Worker:
         """
         done, self._layer_done = self._layer_done, self._clock.mark()
         self._steps_between()
+        poll_s = POLL_S
         while done is not None and done() is None:
             with self._door:
-                self._door.wait(POLL_S)
+                self._door.wait(poll_s)
+            poll_s = min(2 * poll_s, MOST_POLL_S)
             self._steps_between()
 
     def _perform(self, visit: int, task: Task, is_outer: bool = True) -> None:
