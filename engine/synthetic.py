@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocline.engine.config import ModelConfig
+from rocline.engine.config import ConfigError, ModelConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.layout import TensorSpec, expected_tensors
 from rocline.engine.weights import NOT_LOADED, LayerWeights, SideWeights, layer_weights, side_weights, stack_of
@@ -49,6 +49,20 @@ ELEMENTS = {
     "hc_attn_scale": (0.85, 0.15),
     "hc_ffn_scale": (0.85, 0.15),
 }
+
+
+N_STORES = 12  # where nobody says how many: of the release they fit one card of 140 GB
+_PREFIX = "synthetic:"
+
+
+def seed_of(model: str) -> int | None:
+    """SEED of `synthetic:SEED`; None for what names no synthetic weights. Raises ConfigError for another SEED."""
+    if not model.startswith(_PREFIX):
+        return None
+    word = model.removeprefix(_PREFIX)
+    if not (word.isascii() and word.isdigit()):
+        raise ConfigError(f"{model}: write {_PREFIX} and a seed, a number from 0, as in {_PREFIX}1")
+    return int(word)
 
 
 @dataclass(frozen=True)

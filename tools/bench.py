@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import re
 import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
 
+from rocline.tools.bench_engine_flags import add_engine, add_page
+from rocline.tools.files import FileError, read_text
+from rocline.tools.flags import above_0, positive_int
 from rocline.tools.load_answer import LoadError
 from rocline.tools.load_client import APIS, Api, InputError, LoadClient, ServerInfo, key_in, open_client
 from rocline.tools.load_protocols import (
@@ -34,7 +37,10 @@ from rocline.tools.load_protocols import (
 from rocline.tools.load_report import FORMAT, compare, environment, only_hashes, print_comparison, print_report
 from rocline.tools.load_server import child_server
 
+# Loaded where they are asked for: torch takes seconds. Each has run(args, talk) -> exit status.
+SERVERLESS = {"engine": "rocline.tools.bench_engine", "page": "rocline.tools.bench_page"}
 EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_ANOTHER_HASH, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_STATUS = "Exit status 0: done, 1: failed on the way, 2: wrong input, 3: another output, 130: interrupted."
 STATUS_EVERY_S = 10.0  # where lines are not overwritten
 NO_TERMINAL_WIDTH = 120
 REPEATED: dict[str, Callable[..., Measurement]] = {"prefill": Prefill, "random": RandomIds, "decode": Decode}
@@ -43,81 +49,83 @@ REPEATED: dict[str, Callable[..., Measurement]] = {"prefill": Prefill, "random":
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        description="Measure a server of OpenAI's or SGLang's kind over HTTP, or one that is started for it. JSON goes "
-        "to stdout, everything else to stderr. docs/bench.md defines every figure.",
+        description="Measure a server of OpenAI's or SGLang's kind over HTTP, or one that is started for it; or an "
+        "engine without a server. JSON goes to stdout, everything else to stderr. docs/bench.md defines every figure.",
     )
     protocols = parser.add_subparsers(metavar="PROTOCOL", required=True, dest="protocol")
     _add_prefill(protocols)
     _add_random(protocols)
     _add_decode(protocols)
     _add_serve(protocols)
-    compared = protocols.add_parser("compare", help="two reports, if their answers are the same")
-    compared.add_argument("reports", nargs=2, metavar="FILE", help="stdout of an earlier measurement")
+    add_engine(protocols)
+    add_page(protocols)
+    compared = _protocol(protocols, "compare", "compare two reports, if their answers are the same")
+    compared.add_argument("reports", nargs=2, metavar="FILE", help="what an earlier measurement wrote to stdout")
+
+
+def _protocol(protocols: Any, name: str, text: str) -> Any:
+    description = f"{text[0].upper()}{text[1:]}. {EXIT_STATUS}"
+    return protocols.add_parser(name, help=text, description=description)
 
 
 def _add_prefill(protocols: Any) -> None:
-    parser = protocols.add_parser("prefill", help="a cold prompt, up to its first text")
+    parser = _protocol(protocols, "prefill", "time a cold prompt up to its first text")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt-tokens", type=_positive, metavar="N", help="so many random ids")
-    prompt.add_argument("--prompt", metavar="FILE", help="text; a chat's message for servers of OpenAI's kind")
-    _number(parser, "--output-tokens", 16, "until the end of the request")
-    _number(parser, "--runs", 1, "each after a flush of the prefix cache")
+    prompt.add_argument("--prompt-tokens", type=positive_int, metavar="N", help="length of a prompt of random ids")
+    prompt.add_argument("--prompt", metavar="FILE", help="UTF-8 text; servers of OpenAI's kind get it as a chat")
+    _number(parser, "--output-tokens", 16, "tokens to ask for")
+    _number(parser, "--runs", 1, "how often, each time after a flush of the prefix cache")
     _add_common(parser)
 
 
 def _add_random(protocols: Any) -> None:
-    parser = protocols.add_parser("random", help="one stream of random ids: the published `random 4k/1k`")
-    _number(parser, "--prompt-tokens", 4096, "ids")
-    _number(parser, "--output-tokens", 1024, "of each run")
-    _number(parser, "--runs", 6, "after one that is not counted")
+    parser = _protocol(protocols, "random", "run one stream of random ids: the published `random 4k/1k`")
+    _number(parser, "--prompt-tokens", 4096, "random ids of the prompt")
+    _number(parser, "--output-tokens", 1024, "tokens to ask for in each run")
+    _number(parser, "--runs", 6, "how often, after one run that is not counted")
     _add_common(parser)
 
 
 def _add_decode(protocols: Any) -> None:
-    parser = protocols.add_parser("decode", help="one stream or several, while all of them decode")
-    _number(parser, "--streams", 1, "at once")
-    _number(parser, "--prompt-tokens", 1024, "ids of each stream")
-    _number(parser, "--output-tokens", 2048, "of each stream")
-    _number(parser, "--runs", 2, "of all streams")
+    parser = _protocol(protocols, "decode", "time one stream or several while all of them decode")
+    _number(parser, "--streams", 1, "requests at once")
+    _number(parser, "--prompt-tokens", 1024, "random ids of each stream's prompt")
+    _number(parser, "--output-tokens", 2048, "tokens to ask for in each stream")
+    _number(parser, "--runs", 2, "how often all streams are run")
     _add_common(parser)
 
 
 def _add_serve(protocols: Any) -> None:
-    parser = protocols.add_parser("serve", help="many requests, so many of them at once all the time")
+    parser = _protocol(protocols, "serve", "send many requests, so many of them at once all the time")
     _number(parser, "--concurrency", 64, "requests at once")
-    _number(parser, "--requests", 1024, "that are counted")
-    _number(parser, "--warm-ups", 64, "requests before them")
-    _number(parser, "--prompt-tokens", 4096, "ids of each")
-    _number(parser, "--output-tokens", 1024, "of each")
+    _number(parser, "--requests", 1024, "requests that are counted")
+    _number(parser, "--warm-ups", 64, "requests before those")
+    _number(parser, "--prompt-tokens", 4096, "random ids of each prompt")
+    _number(parser, "--output-tokens", 1024, "tokens to ask for in each request")
     _add_common(parser)
 
 
 def _number(parser: Any, flag: str, default: int, text: str) -> None:
-    parser.add_argument(flag, type=_positive, default=default, metavar="N", help=f"{text} (default %(default)s)")
+    parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=f"{text} (default %(default)s)")
 
 
 def _add_common(parser: Any) -> None:
     server = parser.add_argument_group("server")
-    server.add_argument("--url", help="of a server that runs; found out by asking: what it speaks")
+    server.add_argument("--url", help="a server that runs; what it speaks is found out by asking")
     server.add_argument(
-        "--model", metavar="FOLDER", help="start `rocline serve` over it; with --url: for its tokenizer"
+        "--model",
+        metavar="FOLDER",
+        help="what `rocline serve` is started over, or synthetic:SEED; with --url, for its tokenizer alone",
     )
     server.add_argument("--set", action="append", default=[], type=_setting, metavar="NAME=VALUE",
-                        help="setting of the server that is started; several times")  # fmt: skip
-    server.add_argument("--api", choices=APIS, help="speak this, whatever else the server does")
-    server.add_argument("--name", metavar="MODEL", help="of the model in requests (default: the first it lists)")
-    server.add_argument("--api-key-file", metavar="FILE", help="whose first line is a key of the server")
-    server.add_argument("--read-timeout-s", type=float, default=1800.0, metavar="S",
-                        help="without a byte, a comment included (default %(default)g)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of drawn ids (default %(default)s)")
-    parser.add_argument("--expect", metavar="SHA256", type=_sha256, help="of the output; another one is exit status 3")
-
-
-def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word}: must be at least 1")
-    return value
+                        help="a setting of the server that is started; may be repeated")  # fmt: skip
+    server.add_argument("--api", choices=APIS, help="speak this API, whatever else the server speaks")
+    server.add_argument("--name", metavar="MODEL", help="the model's name in requests (default: the first one listed)")
+    server.add_argument("--api-key-file", metavar="FILE", help="file whose first line is a key of the server")
+    server.add_argument("--read-timeout-s", type=above_0, default=1800.0, metavar="S",
+                        help="longest wait for a byte, comments included (default %(default)g)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the random ids (default %(default)s)")
+    parser.add_argument("--expect", metavar="SHA256", type=_sha256, help="hash of the output; another is exit status 3")
 
 
 def _setting(word: str) -> str:
@@ -140,8 +148,11 @@ def run(args: argparse.Namespace) -> int:
                 print(json.dumps(comparison, indent=2))
                 print_comparison(talk.console, comparison)
                 return 0
+            if module := SERVERLESS.get(args.protocol):
+                done: int = importlib.import_module(module).run(args, talk)
+                return done
             return Bench(args, talk).run()
-        except InputError as error:
+        except (FileError, InputError) as error:
             talk.say(f"bench: {error}")
             return EXIT_WRONG_INPUT
         except AnotherHash as error:
@@ -190,7 +201,12 @@ class Bench:
     """One measurement, from flags to exit status."""
 
     def __init__(self, args: argparse.Namespace, talk: Talk) -> None:
+        """Raises FileError, InputError: of its files, before any server is asked or started."""
         self._args, self._talk = args, talk
+        self._text = None if (file := getattr(args, "prompt", None)) is None else read_text(file)
+        if self._text == "":
+            raise InputError(f"{file}: empty; name a text of at least one character")
+        self._api_key = key_in(args.api_key_file) if args.api_key_file else None
         self._measurement: Measurement | None = None
         self._server: ServerInfo | None = None
         self._config: dict[str, Any] = {}
@@ -236,7 +252,7 @@ class Bench:
                     url,
                     apis=_apis(args),
                     model=args.name,
-                    api_key=args.api_key_file and key_in(args.api_key_file),
+                    api_key=self._api_key,
                     read_timeout_s=args.read_timeout_s,
                 )
             )
@@ -260,12 +276,12 @@ class Bench:
     def _prompts(self, server: ServerInfo) -> list[Any]:
         """Texts or ids. Raises InputError for what the server has no room for, and where ids cannot be drawn."""
         args = self._args
-        if getattr(args, "prompt", None):
-            return [_text(args.prompt)]
+        if self._text is not None:
+            return [self._text]
         n_tokens = args.prompt_tokens + args.output_tokens
         if server.context is not None and n_tokens > server.context:
             raise InputError(f"{n_tokens} tokens of prompt and output; the server's context holds {server.context}")
-        folder = args.model or server.folder
+        folder = (args.model if args.url else None) or server.folder or args.model
         if folder is None:
             raise InputError("the server does not tell where its model is; name a folder with its tokenizer by --model")
         n_prompts = args.requests + args.warm_ups if args.protocol == "serve" else getattr(args, "streams", 1)
@@ -300,10 +316,3 @@ def _apis(args: argparse.Namespace) -> tuple[Api, ...]:
     if args.api:
         return (args.api,)
     return ("openai", "sglang") if getattr(args, "prompt", None) else ("sglang", "openai")
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: {error}") from error

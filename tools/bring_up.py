@@ -37,14 +37,19 @@ def add_parser(subparsers: Any) -> None:
         "failed, 2: wrong input.",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="folder of the checkpoint")
-    parser.add_argument("--from", dest="start", metavar="RUNG", help="climb again from this rung on")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="RUNG",
+        help="climb again from this rung on (default: from the first that is not done)",
+    )
     parser.add_argument("--list", action="store_true", help="show the rungs, how long each takes, and end")
     parser.add_argument(
         "--report",
         type=Path,
         default=Path("bring-up.json"),
         metavar="FILE",
-        help="written after every rung (default %(default)s)",
+        help="where results are kept; written after every rung (default %(default)s)",
     )
     add_engine_options(parser)
 

@@ -73,10 +73,24 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses what it does not know itself: argparse leaves that to the outermost parser, which shows its own usage
+        in place of the command's."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
 
 def _run(argv: list[str]) -> int:
-    parser = _Parser(prog="rocline", description="DeepSeek-V4.1-Flash from its released checkpoint, exact to the bit.")
+    parser = _Parser(
+        prog="rocline",
+        description="DeepSeek-V4.1-Flash from its released checkpoint, exact to the bit.",
+        epilog="`rocline COMMAND --help` lists a command's flags.",
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        parser.error(f"{argv[0]}: COMMAND must be the first word")
     module = None
     for name, command in COMMANDS.items():
         if argv[:1] == [name]:
@@ -85,8 +99,7 @@ def _run(argv: list[str]) -> int:
         else:
             subparsers.add_parser(name, help=command.summary)
     args = parser.parse_args(argv)
-    if module is None:  # `rocline -- generate`
-        parser.error("COMMAND must be the first word")
+    assert module  # any other first word has ended the parser
     return module.run(args)
 
 

@@ -27,6 +27,7 @@ from rocline.engine.engram import compressed_id_map
 from rocline.engine.home import DeviceKind
 from rocline.engine.model import Model
 from rocline.tools.device import DEVICE_ERRORS, add_device_options, check_device_options
+from rocline.tools.files import explained
 from rocline.tools.golden_decode import check_decode
 from rocline.tools.golden_limits import MODEL_LIMITS
 from rocline.tools.golden_model import check_long, check_prefill
@@ -49,11 +50,15 @@ class GoldenError(Exception):
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "conform", description="Check this build against golden data; exit status 1 if an item failed."
+        "conform",
+        description="Check this build against golden data, one line an item: exact, within its tolerance, or failed. "
+        "Exit status 0: no item failed, 1: one or more did, 2: wrong input.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the golden data, or the folder of one model in it")
     add_device_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout, instead of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object for each item, one a line, instead of the table"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         check_device_options(args)
         conform(args.folder, tell, args.device, args.reference_op)
     except (GoldenError, ConfigError, CheckpointError, SafetensorError, OSError, *DEVICE_ERRORS) as error:
-        print(f"conform: {error}", file=sys.stderr)
+        print(f"conform: {explained(error)}", file=sys.stderr)
         return 2
     print("conform: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items()), file=sys.stderr)
     return 1 if counts["failed"] else 0
@@ -167,7 +172,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         listed = [*manifest["files"], "engram_map.npz"]
         _ = manifest["config"]
     except (ValueError, KeyError, TypeError) as error:
-        raise GoldenError(f"{path}: not a manifest of golden data ({error!r})") from error
+        raise GoldenError(f"{path}: not a manifest of golden data; get the folder again") from error
     if missing := [name for name in listed if not (folder / name).is_file()]:
         raise GoldenError(f"{path}: lists files that are missing: {', '.join(missing)}")
     return manifest

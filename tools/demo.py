@@ -31,6 +31,7 @@ from rocline.arena.trace import Recorder
 from rocline.engine.config import ConfigError, ModelConfig
 from rocline.engine.model import Model
 from rocline.engine.release import release_config
+from rocline.engine.shards import CheckpointError
 from rocline.engine.text import TextTokenizer, TokenizerError
 from rocline.http.settings import Settings
 from rocline.pipeline.engine import Engine
@@ -38,12 +39,15 @@ from rocline.pipeline.options import Options
 from rocline.pipeline.plan import GIB, KV_TOKENS, make_plan
 from rocline.pipeline.plan import Request as PlanRequest
 from rocline.pipeline.request import Request
+from rocline.pipeline.stats import State
 from rocline.pipeline.stream import Stream
-from rocline.pipeline.timeline import draw
+from rocline.pipeline.timeline import draw, save
+from rocline.tools.files import explained
+from rocline.tools.flags import whole
 from rocline.tools.plan import memory_lines
-from rocline.tools.serve import serve
+from rocline.tools.serve import cannot_listen, serve
 
-EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
+EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 TOKENS, LONG_TOKENS = 4096, 16_384
 TEMPLATE_TOKENS = 37  # around the document in a chat prompt
 CANDIDATE_TOKENS = 768  # compared with all blocks allowed; the demo's model keeps 512 positions
@@ -52,6 +56,7 @@ SEED = 20_261_129
 LIGHTS_PER_S = 8
 NO_TERMINAL_WIDTH = 120
 HOLD_S = 900.0  # for one request, at most
+END_S = 1.0  # for the show, once its server has ended
 SERVED = Options(stages=4, chunk_rows=1024, running=4, context=32_768)
 OTHER = Options(stages=3, placement="contiguous", chunk_rows=500, running=4, context=32_768)
 
@@ -62,21 +67,25 @@ class DemoError(RuntimeError):
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "demo", description="Serve a small checkpoint, show one long request and what holds of it, then stay up."
+        "demo",
+        description="Serve a small checkpoint, show one long request and what holds of its answer, then serve until "
+        "Ctrl-C. `rocline demo-checkpoint` makes such a checkpoint. Exit status 1: something did not come out as it "
+        "must, 2: wrong input.",
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
-    parser.add_argument("--once", action="store_true", help="end after the show; exit status 1 if anything failed")
+    parser.add_argument("--once", action="store_true", help="end after the show")
     parser.add_argument("--long", action="store_true", help=f"send {LONG_TOKENS:,} tokens in place of {TOKENS:,}")
-    parser.add_argument("--port", type=_port, default=8000, metavar="N", help="where to listen (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="for pictures and the log")
-
-
-def _port(word: str) -> int:
-    """Not 0, which `serve` takes for any: the show must know where its client goes."""
-    port = int(word)
-    if not 1 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port}: must be 1 to 65535")
-    return port
+    # Not 0, which `serve` takes for any: the show must know where its client goes.
+    parser.add_argument(
+        "--port", type=whole(1, 65535), default=8000, metavar="N", help="where to listen (default %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo"),
+        metavar="FOLDER",
+        help="where pictures and the log go; made if absent (default %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,17 +95,23 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         log = (args.out / "serve.log").open("w")
     except (ConfigError, TokenizerError, OSError) as error:
-        print(f"demo: {error}", file=sys.stderr)
+        print(f"demo: {explained(error)}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     show = _Show(args, _document(tokenizer, LONG_TOKENS if args.long else TOKENS))
     settings = Settings(port=args.port, drain_s=5)
-    with log, redirect_stderr(log):  # the server's JSON lines would run through the lights
-        try:
+    try:
+        with log, redirect_stderr(log):  # the server's JSON lines would run through the lights
             status = serve(str(args.model), settings, SERVED, (), show.open_engine)
-        except OSError as error:
-            show.say(f"demo: port {args.port}: {error.strerror}; choose another with --port")
-            return EXIT_WRONG_INPUT
-    return show.status or status
+    except OSError as error:
+        print(f"demo: {cannot_listen(settings, error)}; choose another with --port", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    if show.refused:
+        print(f"demo: {show.refused}", file=sys.stderr)
+        return EXIT_WRONG_INPUT if isinstance(show.refused, CheckpointError) else EXIT_FAILED
+    if show.is_running():  # perhaps inside torch, which the interpreter's end would take away under it: a crash
+        sys.stdout.flush()
+        os._exit(EXIT_INTERRUPTED)
+    return EXIT_INTERRUPTED if show.was_stopped else show.status or status
 
 
 def _document(tokenizer: TextTokenizer, n_tokens: int) -> str:
@@ -111,6 +126,9 @@ class _Show:
 
     def __init__(self, args: argparse.Namespace, document: str) -> None:
         self.status = 0
+        self.refused: Exception | None = None  # why there is no engine
+        self._thread: threading.Thread | None = None
+        self.was_stopped = False  # by Ctrl-C, before its end
         self._model, self._out, self._once = args.model, args.out, args.once
         self._url = f"http://127.0.0.1:{args.port}"
         self._document = document
@@ -123,7 +141,11 @@ class _Show:
 
     def open_engine(self) -> Engine:
         """The server's engine; the show begins with it."""
-        engine = Engine.open(self._model, SERVED)
+        try:
+            engine = Engine.open(self._model, SERVED)
+        except Exception as error:
+            self.refused = error
+            raise
         submit = engine.submit
 
         def remembering(request: Request) -> Stream:
@@ -131,8 +153,16 @@ class _Show:
             return self._streams[-1]
 
         engine.submit = remembering  # type: ignore[method-assign]
-        threading.Thread(target=self._run, args=(engine,), name="demo", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="demo", daemon=True)
+        self._thread.start()
         return engine
+
+    def is_running(self) -> bool:
+        """Whether the show, or the engine's start, goes on; waits a moment for its end."""
+        if self._thread is None:
+            return True
+        self._thread.join(END_S)
+        return self._thread.is_alive()
 
     def _run(self, engine: Engine) -> None:
         try:
@@ -142,6 +172,9 @@ class _Show:
             self._candidates(engine)
             self._end()
         except Exception as error:  # whatever it is, the user hears of it and the status says so
+            if engine.stats().state in (State.DRAINING, State.CLOSED):  # Ctrl-C
+                self.was_stopped = True
+                return
             self.say("", f"FAILED: {type(error).__name__}: {error}; the server's log is {self._out / 'serve.log'}")
             self.status = EXIT_FAILED
         if self._once or self.status:
@@ -222,9 +255,12 @@ class _Show:
     def _pictures(self, engine: Engine, recorder: Recorder) -> None:
         engine.stop_recording(stage=0)
         events = recorder.events
+        events = [replace(event, time_ns=event.time_ns - events[0].time_ns) for event in events]  # the axis from 0 on
         report = replay(events, plan_slab(events).slab_bytes, picture=True)
         (self._out / "arena.html").write_text(report_html(report, "Arena of stage 0 through the demo's request"))
-        (self._out / "timeline.svg").write_text(draw(engine.timeline()))
+        timeline = engine.timeline()
+        (self._out / "timeline.svg").write_text(draw(timeline))
+        save(timeline, self._out / "timeline.csv")
 
     def _one_answer(self, engine: Engine) -> None:
         """The same request again: another chunk size and placement, and beside another request."""
@@ -278,7 +314,7 @@ class _Show:
         body = '{"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
         self.say(
             f"Pictures: {self._out / 'arena.html'} (memory of stage 0), {self._out / 'timeline.svg'} (stages at work)",
-            f"The server's log: {self._out / 'serve.log'}",
+            f"For `rocline trace timeline`: {self._out / 'timeline.csv'}. The server's log: {self._out / 'serve.log'}",
         )
         if not self._once:
             self.say(

@@ -27,5 +27,5 @@ def add_device_options(parser: Any) -> None:
         type=lambda names: names.split(","),
         default=[],
         metavar="NAME[,NAME...]",
-        help="on a GPU, run these operators by their torch reference there",
+        help="on a GPU, run these operators by their torch reference there, loudly (default: none)",
     )

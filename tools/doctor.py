@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         description="Look at this machine: versions, cards, copies between them, a kernel, memory, disk. A table goes "
-        "to stderr. Exit status 0: no problem, 1: one or more, 2: wrong flags.",
+        "to stderr. Exit status 0: no problem, 1: one or more, 2: wrong input.",
     )
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER", help="also look at this checkpoint, and the disk under it"
@@ -49,15 +49,20 @@ def add_parser(subparsers: Any) -> None:
         choices=get_args(DeviceKind),
         help="what to serve from: with hip, having no card is a problem (default: hip where there are cards for it)",
     )
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object on stdout")
+    parser.add_argument("--json", action="store_true", help="also print everything as one JSON object on stdout")
     parser.add_argument(
         "--bundle",
         type=Path,
         metavar="OUT.tar.gz",
-        help="pack what this finds, to send to somebody; no prompts, no keys",
+        help="pack what this finds into a file, to send to somebody; no prompts, no keys",
     )
     parser.add_argument(
-        "--log", type=Path, action="append", default=[], metavar="FILE", help="a log of rocline serve, for the bundle"
+        "--log",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a log of `rocline serve`, to go into the bundle; may be repeated",
     )
 
 

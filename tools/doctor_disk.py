@@ -28,7 +28,10 @@ def checkpoint(folder: Path, config: ModelConfig) -> Check:
         table = read_table(folder, expected_tensors(config))
     except CheckpointError as error:
         it.values["problems"] = {kind: len(texts) for kind, texts in error.problems.items()}
-        it.problem(str(error), "get these files again, or the config.json that they belong to")
+        found, _, advice = str(error).rpartition("\n")
+        if advice.startswith(" "):  # it has none of its own
+            found, advice = str(error), "get these files again, or the config.json they belong to"
+        it.problem(found, advice)
         return it
     files = {stored.path for stored in table.values()}
     n_bytes = sum(path.stat().st_size for path in files)

@@ -24,7 +24,7 @@ def add_engine_options(parser: Any) -> None:
         default=[],
         type=_setting,
         metavar="NAME=VALUE",
-        help="setting of the engine, as rocline serve knows them (stages=8, engram=mmap, ...); several times",
+        help="a setting of the engine, as `rocline serve` knows them (stages=8, engram=mmap, ...); may be repeated",
     )
 
 
@@ -39,11 +39,13 @@ def _setting(word: str) -> tuple[str, str]:
 def engine_options(args: Any, config: ModelConfig, **defaults: Any) -> Options:
     """From flags, then ROCLINE_*, then rocline.toml, then `defaults`, then Options' own.
 
-    Without a word on stages there are no more than the model has layers. Raises ConfigurationError and DispatchError.
+    A command may have a flag of its own for chunk_rows. Without a word on stages there are no more than the model has
+    layers. Raises ConfigurationError and DispatchError.
     """
     check_device_options(args)
     flags = {"model": str(args.model), "device": args.device, "reference_op": ",".join(args.reference_op)}
-    values = configuration(flags | dict(args.set), os.environ, None)
+    flags["chunk_rows"] = getattr(args, "chunk_rows", None)
+    values = configuration(flags, os.environ, None, dict(args.set))
     options: Options = build(values, Options)
     least = {"stages": min(options.stages, config.text_config.num_hidden_layers)}
     unsaid = {name: value for name, value in (least | defaults).items() if values[name].origin == "default"}

@@ -21,8 +21,14 @@ from rocline.engine.shards import CheckpointError
 from rocline.engine.text import Detokenizer, TextTokenizer, TokenizerError
 from rocline.engine.weights import NOT_LOADED, EngramHome
 from rocline.tools.device import DEVICE_ERRORS, add_device_options, check_device_options
+from rocline.tools.files import FileError, read_bytes, text_of
+from rocline.tools.flags import positive_int
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
+INPUT_ERRORS = (
+    *(SamplingError, ConfigError, TokenizerError, FileError, PromptError, CheckpointError),
+    *DEVICE_ERRORS,
+)
 # What a terminal would obey is shown as a picture of itself: output is data, and may be anything.
 _TERMINAL_SAFE = {code: 0x2400 + code for code in range(0x20) if code not in b"\n\t"}
 _TERMINAL_SAFE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
@@ -31,38 +37,51 @@ _TERMINAL_SAFE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 def add_parser(subparsers: Any) -> None:
     default = SamplingParams()
     parser = subparsers.add_parser(
-        "generate", description="Continue a prompt. The text goes to stdout as it comes, everything else to stderr."
+        "generate",
+        description="Continue a prompt. The text goes to stdout as it comes, everything else to stderr. Exit status 0: "
+        "done, 1: failed on the way, 2: wrong input.",
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="taken as it is: no control token, nothing added")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the same from a UTF-8 file; - is stdin")
-    prompt.add_argument("--ids-file", metavar="FILE", help="token ids, a JSON list or with spaces between; - is stdin")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue, taken as it is: no control token, nothing added"
+    )
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 file of the text to continue; - is stdin")
+    prompt.add_argument(
+        "--ids-file",
+        metavar="FILE",
+        help="file of token ids to continue: a JSON list, or with spaces between; - is stdin",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
 
     def option(flag: str, help_text: str, **how: Any) -> None:
         group.add_argument(flag, help=f"{help_text} (default %(default)s)", **how)
 
     group = parser.add_argument_group("sampling")
-    option("--max-tokens", "output tokens at most", type=int, default=default.max_tokens, metavar="N")
-    option("--temperature", "0: always the best token", type=float, default=default.temperature, metavar="X")
-    option("--top-k", "tokens kept, -1: all", type=int, default=default.top_k, metavar="N")
-    option("--top-p", "share of probability kept", type=float, default=default.top_p, metavar="X")
-    option("--min-p", "least share of the best probability", type=float, default=default.min_p, metavar="X")
-    group.add_argument("--seed", type=int, metavar="N", help="of the noise; one is drawn, and printed, if absent")
-    group.add_argument("--ignore-eos", action="store_true", help="the end token does not end the output")
+    option("--max-tokens", "most tokens of output", type=int, default=default.max_tokens, metavar="N")
+    option(
+        "--temperature", "of sampling; 0: always the best token", type=float, default=default.temperature, metavar="X"
+    )
+    option("--top-k", "how many of the best tokens are kept; -1: all", type=int, default=default.top_k, metavar="N")
+    option("--top-p", "share of the probability that is kept, 0 to 1", type=float, default=default.top_p, metavar="X")
+    option(
+        "--min-p",
+        "keep tokens with at least this share of the best one's probability, 0 to 1",
+        type=float,
+        default=default.min_p,
+        metavar="X",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="of the sampling noise (default: one is drawn, and printed)"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
     group = parser.add_argument_group("work", "The answer is the same, to the bit, whatever these are.")
     add_device_options(group)
     option("--prefill", "layers that every prompt row runs", choices=get_args(PrefillMode), default="halo")
-    option("--chunk-rows", "prompt rows run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
-    option("--engram", "read the Engram tables or map their file", choices=get_args(EngramHome), default="ram")
-
-
-def positive_int(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{word}: must be at least 1")
-    return value
+    option("--chunk-rows", "prompt rows that run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
+    option(
+        "--engram", "read the Engram tables into memory, or map their file", choices=get_args(EngramHome), default="ram"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.device != "cpu":
             print(f"generate: {model.home}", file=sys.stderr)
-    except (SamplingError, ConfigError, TokenizerError, PromptError, CheckpointError, *DEVICE_ERRORS) as error:
+    except INPUT_ERRORS as error:
         print(f"generate: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     try:
@@ -107,36 +126,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """Raises SamplingError, which names the flag."""
     fields = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-    return SamplingParams(**{field: getattr(args, field) for field in fields})
+    try:
+        return SamplingParams(**{field: getattr(args, field) for field in fields})
+    except SamplingError as error:
+        field, _, rest = str(error).partition(" = ")
+        raise SamplingError(f"--{field.replace('_', '-')} {rest}") from None
 
 
 def _prompt_ids(args: argparse.Namespace, tokenizer: TextTokenizer) -> list[int]:
-    """Raises PromptError for a file that cannot be read, text that is not UTF-8, and ids that are no integers."""
+    """Raises FileError, and PromptError for ids that are no integers."""
     if args.prompt is not None:
         # What the shell passed that is not UTF-8 arrives as lone surrogates; back to bytes, to be refused as in a file.
-        return tokenizer.encode(_text("--prompt", args.prompt.encode("utf-8", "surrogateescape")))
+        return tokenizer.encode(text_of(args.prompt.encode("utf-8", "surrogateescape"), "--prompt"))
     if args.prompt_file is not None:
-        return tokenizer.encode(_text(args.prompt_file, _read(args.prompt_file)))
+        return tokenizer.encode(text_of(_read(args.prompt_file), args.prompt_file))
     return _ids(args.ids_file, _read(args.ids_file))
 
 
 def _read(file: str) -> bytes:
-    try:
-        return sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise PromptError(f"{file}: {error.strerror}") from error
-
-
-def _text(source: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{source}: not UTF-8 at byte {error.start} (0x{data[error.start]:02x})") from error
+    return sys.stdin.buffer.read() if file == "-" else read_bytes(file)
 
 
 def _ids(source: str, data: bytes) -> list[int]:
-    text = _text(source, data)
+    text = text_of(data, source)
     try:
         if text.lstrip().startswith("["):
             return msgspec.json.decode(text, type=list[int])

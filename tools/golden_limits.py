@@ -8,7 +8,8 @@ layout change bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,24 @@ class ModelLimits:
     prefill_median: float
     prefill_p90: float
     cpu: RowLimits
+    longer: Mapping[int, float] = field(default_factory=dict)  # in place of any_device.last, by length
+
+    def last(self, n_rows: int) -> float:
+        """Of the last row of a prompt of n_rows, on any device."""
+        return self.longer.get(n_rows, self.any_device.last)
 
 
+# A last row may differ by twice the worst error that the README measured, which is that of prompts up to 140 tokens. In
+# a longer one differences grow further: FP64 sums alone move tiny40's logits.300 by 0.223, and no other row's by more
+# than 0.087 (its manifest, fp64_accumulate). There the limit is twice that, and sees gross mistakes only.
+LONGER_TINY40 = {300: 2 * 0.223}
 # cpu: 0.016, 0.017, 0.040 for the last row; decode 9e-8 and 0.005, 0.028 and 0.075, 0.027 and 0.050; a tenth on top.
 MODEL_LIMITS = {
     "micro": ModelLimits(RowLimits(0.234, 0.11, 0.28, 0.19), 0.08, 0.14, RowLimits(0.018, 2e-7, 0.0055, 2e-7)),
     "tiny": ModelLimits(RowLimits(0.198, 0.09, 0.14, 0.13), 0.05, 0.10, RowLimits(0.019, 0.031, 0.083, 2e-7)),
-    "tiny40": ModelLimits(RowLimits(0.230, 0.14, 0.32, 0.0), 0.10, 0.17, RowLimits(0.044, 0.030, 0.055, 0.0)),
+    "tiny40": ModelLimits(
+        RowLimits(0.230, 0.14, 0.32, 0.0), 0.10, 0.17, RowLimits(0.044, 0.030, 0.055, 0.0), LONGER_TINY40
+    ),
 }
 HEAD_ERROR = 2e-7  # the head's product on one row or on a tile of 64: at most 1.1e-7
 CPU_CHANGED_ROWS = 0.031  # of logits_all: 2 of 65

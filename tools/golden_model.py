@@ -59,7 +59,7 @@ def check_prefill(model: Model, tensors: Fields, limits: ModelLimits, find: Find
         alone_f32 = F.linear(h_bf16[-1:].float(), model.weights.head_bf16.float())
         note = _reason(config, n, error, same_bits(alone_f32, want)) if find.on_host else ""
         exact, name = same_bits(ours[-1:], want), f"prefill logits.{n}"
-        find.at_most(name, "row error", error, limits.any_device.last, exact, note="" if exact else note)
+        find.at_most(name, "row error", error, limits.last(n), exact, note="" if exact else note)
         errors.append(error)
         if (name := f"logits_all.{n}") in tensors:
             _check_all_rows(name, ours, tensors[name], limits, find)

@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import aiohttp
 import msgspec
 
+from rocline.tools.files import read_text
 from rocline.tools.load_answer import Answer, LoadError, NativeRecorder, OpenAiRecorder, Recorder
 from rocline.tools.sse import SseReader
 
@@ -183,11 +183,8 @@ def reason(error: Exception) -> str:
 
 
 def key_in(file: str) -> str:
-    """A server's key: the file's first line. Raises InputError."""
-    try:
-        key = Path(file).read_text("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: {error}") from error
+    """A server's key: the file's first line. Raises FileError and InputError."""
+    key = read_text(file).partition("\n")[0].strip()
     if not key:
         raise InputError(f"{file}: its first line is empty; write the key there")
     return key

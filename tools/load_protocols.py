@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from rocline.engine.digest import ids_sha256
+from rocline.tools.files import FileError, read_bytes
 from rocline.tools.load_answer import Answer, LoadError
 from rocline.tools.load_client import Ask, HttpError, InputError, LoadClient
 from rocline.tools.load_figures import common_window, percentiles, spread
@@ -42,9 +43,13 @@ def usable_ids(folder: str | Path) -> list[int]:
     """Ids of FOLDER/tokenizer.json that are no added token, special or not, ascending. Raises InputError."""
     path = Path(folder) / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_bytes(path))
+    except FileError as error:
+        raise InputError(f"{error}; name the folder of the server's model with --model") from error
     except Exception as error:  # the library raises no narrower type
-        raise InputError(f"{path}: {error}; name the folder of the server's model with --model") from error
+        raise InputError(
+            f"{path}: not a tokenizer file: {error}; name the folder of the server's model with --model"
+        ) from error
     added = tokenizer.get_added_tokens_decoder()
     return sorted(id for id in tokenizer.get_vocab(with_added_tokens=False).values() if id not in added)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rocline.tools.checkout import commit
+from rocline.tools.files import read_text
 from rocline.tools.load_client import InputError
 from rocline.tools.load_protocols import AnotherHash
 
@@ -116,13 +117,13 @@ def _shown(name: str, value: float | None) -> str:
 
 
 def load_report(path: str) -> dict[str, Any]:
-    """Raises InputError for a file that is not a whole measurement's."""
+    """Raises FileError, and InputError for a file that is not a whole measurement's."""
     try:
-        report = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from error
+        report = json.loads(read_text(path))
+    except json.JSONDecodeError:
+        report = None
     if not isinstance(report, dict) or report.get("rocline_bench") != FORMAT:
-        raise InputError(f"{path}: not a report of rocline bench")
+        raise InputError(f"{path}: not a report of rocline bench; name a file with what a measurement wrote to stdout")
     if report["error"] is not None:
         raise InputError(f"{path}: not a whole measurement: {report['error']}")
     return report

@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from rocline.tools.load_answer import LoadError
+from rocline.tools.load_client import InputError
 
+EXIT_WRONG_INPUT = 2  # of `rocline serve`
 END_S = 30.0  # from SIGTERM to SIGKILL
 LAST_WORDS_S = 1.0  # for a server that breaks to end
 LINE_BYTES = 1 << 20
@@ -23,8 +25,9 @@ DRAIN = ("--drain-s", "5")  # whatever still runs then is of no use to anybody
 async def child_server(model: str | Path, settings: Sequence[str]) -> AsyncIterator[str]:
     """The URL of a server over `model` that is ready; it is ended with the context.
 
-    settings: NAME=VALUE, as `rocline serve` knows them. Raises LoadError if it does not start; a LoadError of the
-    context goes on with the server's last words, where it has ended by itself.
+    settings: NAME=VALUE, as `rocline serve` knows them. Raises InputError if it refuses its settings or its model,
+    LoadError if it does not start for another reason; a LoadError of the context goes on with the server's last words,
+    where it has ended by itself.
     """
     flags = [word for setting in settings for word in (f"--{_flag(setting)}", setting.partition("=")[2])]
     process = await asyncio.create_subprocess_exec(
@@ -40,7 +43,9 @@ async def child_server(model: str | Path, settings: Sequence[str]) -> AsyncItera
     try:
         url = await _url(process.stderr, last)
         if url is None:
-            raise LoadError(f"the server did not start: {''.join(last) or f'exit status {await process.wait()}'}")
+            status = await process.wait()
+            kind = InputError if status == EXIT_WRONG_INPUT else LoadError
+            raise kind(f"the server did not start: {''.join(last) or f'exit status {status}'}")
         following = asyncio.ensure_future(_follow(process.stderr, last))
         try:
             yield url

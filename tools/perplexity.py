@@ -28,7 +28,9 @@ from rocline.pipeline.placement import PlacementError
 from rocline.pipeline.request import EngineError, Request
 from rocline.tools.device import DEVICE_ERRORS
 from rocline.tools.engine_options import add_engine_options, engine_options
-from rocline.tools.generate import bytes_to_read, positive_int
+from rocline.tools.files import FileError, read_text
+from rocline.tools.flags import positive_int
+from rocline.tools.generate import bytes_to_read
 from rocline.tools.serve import ConfigurationError
 
 EXIT_MISSED, EXIT_WRONG_INPUT = 1, 2
@@ -37,7 +39,7 @@ BUCKET_TOKENS = 4096
 # Provisional: of the shipped English text, until the release has been scored on a card.
 LIMIT_NATS, LIMIT_GROWTH = 3.0, 0.20
 INPUT_ERRORS = (
-    *(ConfigError, ConfigurationError, TokenizerError, PromptError, CheckpointError, PlacementError),
+    *(ConfigError, ConfigurationError, TokenizerError, FileError, PromptError, CheckpointError, PlacementError),
     *DEVICE_ERRORS,
 )
 
@@ -98,7 +100,7 @@ def judge(score: Score, limit_nats: float, limit_growth: float) -> list[str]:
         missed.append(
             f"{score.nats_per_token:.4f} nats/token, limit {limit_nats:g}. At the uniform value or above, weights are "
             "read wrong: swapped nibbles or scales, a file of another model. Below it: RoPE of the wrong base, "
-            " Engram left out, another tokenizer"
+            "Engram left out, another tokenizer"
         )
     growth = score.growth()
     worst = max(range(len(growth)), key=growth.__getitem__)
@@ -141,19 +143,40 @@ def add_parser(subparsers: Any) -> None:
         "within the limits, 1: a limit was missed, 2: wrong input.",
     )
     parser.add_argument(
-        "file", type=Path, nargs="?", metavar="FILE", help="UTF-8 text (default: 160 KB of William Morris, of 1890)"
+        "file",
+        type=Path,
+        nargs="?",
+        metavar="FILE",
+        help="UTF-8 text to score (default: 160 KB of William Morris, of 1890)",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="folder of the checkpoint")
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="of the text's beginning (default: all)")
-    parser.add_argument("--chunk-rows", type=positive_int, metavar="N", help="rows run together; changes no bit")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of CSV")
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="score only the text's first N tokens (default: all)"
+    )
+    parser.add_argument(
+        "--chunk-rows",
+        type=positive_int,
+        metavar="N",
+        help="rows that run together; changes no bit (default: as `rocline serve`)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of CSV")
 
     def option(flag: str, help_text: str, **how: Any) -> None:
         parser.add_argument(flag, help=f"{help_text} (default %(default)s)", **how)
 
-    option("--bucket", "tokens of a bucket", type=positive_int, default=BUCKET_TOKENS, metavar="N")
-    option("--limit-nats", "nats a token, of the whole text", type=float, default=LIMIT_NATS, metavar="X")
-    option("--limit-growth", "of a bucket over the first, a share", type=float, default=LIMIT_GROWTH, metavar="X")
+    option(
+        "--bucket", "tokens that one line of the figures is of", type=positive_int, default=BUCKET_TOKENS, metavar="N"
+    )
+    option(
+        "--limit-nats", "most nats a token that the whole text may have", type=float, default=LIMIT_NATS, metavar="X"
+    )
+    option(
+        "--limit-growth",
+        "how much worse than the first a later line may be, as a share",
+        type=float,
+        default=LIMIT_GROWTH,
+        metavar="X",
+    )
     add_engine_options(parser)
 
 
@@ -162,8 +185,6 @@ def run(args: argparse.Namespace) -> int:
         config = ModelConfig.load(args.model)
         text_ids = _text_ids(args, config)
         n_positions = len(text_ids) + 2  # a begin token before, and the one token that a request must have after
-        if args.chunk_rows:
-            args.set.append(("chunk_rows", str(args.chunk_rows)))
         options = engine_options(args, config, context=n_positions, kv_tokens=n_positions, running=1)
         with ByteProgress("weights", bytes_to_read(config, options.engram)) as loading:
             engine = Engine.open(args.model, options, advance=loading.advance)
@@ -233,7 +254,7 @@ def shipped_ids(folder: Path, config: ModelConfig) -> list[int]:
 
 
 def _text_ids(args: argparse.Namespace, config: ModelConfig) -> list[int]:
-    """What is to be scored. Raises TokenizerError, and PromptError for a file that cannot be.
+    """What is to be scored. Raises TokenizerError, FileError, and PromptError for a text that cannot be.
 
     The shipped text is cut where the model's context ends, any other is refused: nobody asked for a part of it.
     """
@@ -241,14 +262,7 @@ def _text_ids(args: argparse.Namespace, config: ModelConfig) -> list[int]:
     if args.file is None:
         return shipped_ids(args.model, config)[: min(args.max_tokens or most, most)]
     tokenizer = TextTokenizer.load(args.model, config.text_config.vocab_size)
-    try:
-        data = args.file.read_bytes()
-        ids = tokenizer.encode(data.decode("utf-8"))
-    except OSError as error:
-        raise PromptError(f"{args.file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        byte = data[error.start]
-        raise PromptError(f"{args.file}: not UTF-8 at byte {error.start} (0x{byte:02x}); convert it") from error
+    ids = tokenizer.encode(read_text(args.file))
     if not ids:
         raise PromptError(f"{args.file}: empty; name a text of at least one token")
     wanted = ids[: args.max_tokens]

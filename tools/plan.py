@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,9 +26,10 @@ from rocline.pipeline.forecast import (
     reproduces_published,
     stage_shares,
 )
-from rocline.pipeline.placement import CHOICE_RATES, PlacedStage, PlacementError, PlacementKind
+from rocline.pipeline.placement import CHOICE_RATES, MAX_STAGES, PlacedStage, PlacementError, PlacementKind
 from rocline.pipeline.plan import GIB, HEADROOM_FLOOR_BYTES, KV_TOKENS, Drafts, Plan, Request, make_plan
-from rocline.tools.generate import positive_int
+from rocline.tools.files import explained
+from rocline.tools.flags import above_0, positive_int
 from rocline.tools.picture import page
 from rocline.tools.plan_load import Disk, host_lines, load_report, load_rows, measured, rate_line
 from rocline.tools.plan_picture import draw
@@ -39,14 +39,21 @@ DECODE_REQUESTS = (1, 8, 64)
 MAX_GROUPS = 8
 
 
+class FlagError(ValueError):
+    """A flag's value that does not go with the model or the other flags."""
+
+
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        description="Place the layers, count every card's memory, forecast. Speeds of cards are modelled, none is "
-        "measured. Exit status 1 if the model does not fit; the message names a flag with which it does.",
+        description="Place the layers on cards, count every card's memory, and forecast rates. Speeds of cards are "
+        "modelled, none is measured. Exit status 0: the model fits, 1: it does not, and the message names a flag with "
+        "which it does, 2: wrong input.",
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the model's config.json")
+    model.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="folder with the model's config.json; its weights are not read"
+    )
     model.add_argument("--release", action="store_true", help="the released model; no file is needed")
 
     def option(flag: str, help_text: str, **how: Any) -> None:
@@ -54,25 +61,44 @@ def add_parser(subparsers: Any) -> None:
 
     option(
         "--devices",
-        "number of cards and memory of each, all alike; what is free counts: of a W7900's 48 GiB about 45 with ECC on",
+        "number of cards and memory of each, all alike. What is free counts: of a W7900's 48 GiB about 45 with ECC on",
         type=_devices,
         default="8x48GiB",
         metavar="NxSGiB",
     )
     parser.add_argument("--stages", type=positive_int, metavar="N", help="pipeline stages (default: one a card)")
     parser.add_argument(
-        "--context", type=positive_int, metavar="N", help="longest request (default: the model's limit)"
+        "--context",
+        type=positive_int,
+        metavar="N",
+        help="tokens of the longest request, prompt and output (default: the model's limit)",
     )
-    option("--kv-tokens", "tokens that all requests may hold", type=positive_int, default=KV_TOKENS, metavar="N")
-    option("--chunk-rows", "prompt rows run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
-    option("--placement", "how layers are cut", choices=get_args(PlacementKind), default="folded")
-    option("--drafts", "room for the draft stages; auto: if it is there", choices=get_args(Drafts), default="auto")
+    option(
+        "--kv-tokens", "tokens that all requests together may hold", type=positive_int, default=KV_TOKENS, metavar="N"
+    )
+    option("--chunk-rows", "prompt rows that run together", type=positive_int, default=CHUNK_ROWS, metavar="N")
+    option(
+        "--placement",
+        "how layers are cut: encoder and decoder layers on every card, or neighbours alone",
+        choices=get_args(PlacementKind),
+        default="folded",
+    )
+    option(
+        "--drafts",
+        "whether cards keep room for draft stages; auto: where there is room",
+        choices=get_args(Drafts),
+        default="auto",
+    )
     rate = parser.add_mutually_exclusive_group()
-    rate.add_argument("--disk-gib-s", type=_rate, metavar="X", help="GiB/s of the checkpoint's disk, for loading time")
-    rate.add_argument("--measure-disk", action="store_true", help="measure it: reads some of --model, past the cache")
+    rate.add_argument(
+        "--disk-gib-s", type=above_0, metavar="X", help="GiB/s of the checkpoint's disk, for loading time"
+    )
+    rate.add_argument(
+        "--measure-disk", action="store_true", help="measure that rate: read some of --model, past the cache"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the plan as a picture")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the picture with the tables below it")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def _devices(word: str) -> tuple[int, int]:
@@ -90,20 +116,11 @@ def _devices(word: str) -> tuple[int, int]:
     return n_devices, round(least_gib * GIB)
 
 
-def _rate(word: str) -> float:
-    gib_s = float(word)
-    if not 0 < gib_s < math.inf:
-        raise argparse.ArgumentTypeError(f"{word}: must be above 0")
-    return gib_s
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.measure_disk and not args.model:
-        print("plan: --measure-disk reads a checkpoint: name its folder with --model", file=sys.stderr)
-        return EXIT_WRONG_INPUT
     try:
         config = release_config() if args.release else ModelConfig.load(args.model)
-    except ConfigError as error:
+        _check_flags(args, config)
+    except (ConfigError, FlagError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     try:
@@ -122,10 +139,23 @@ def run(args: argparse.Namespace) -> int:
         if args.html:
             args.html.write_text(page("rocline plan", draw(report), text), encoding="utf-8")
     except OSError as error:
-        print(f"plan: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"plan: {explained(error)}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     print(json.dumps(report, indent=2) if args.json else text)
     return 0
+
+
+def _check_flags(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Raises FlagError for what no cards could do, however large."""
+    n_devices, limit = args.devices[0], config.text_config.max_position_embeddings
+    if args.measure_disk and not args.model:
+        raise FlagError("--measure-disk reads a checkpoint: name its folder with --model")
+    if n_devices > MAX_STAGES:
+        raise FlagError(f"--devices: {n_devices} cards; must be 1 to {MAX_STAGES}, as every card has a stage")
+    if args.stages and not n_devices <= args.stages <= MAX_STAGES:
+        raise FlagError(f"--stages {args.stages}: must be {n_devices} to {MAX_STAGES}, one a card at least")
+    if args.context and args.context > limit:
+        raise FlagError(f"--context {args.context}: must be 1 to {limit}, the model's limit")
 
 
 def _disk(args: argparse.Namespace) -> Disk | None:

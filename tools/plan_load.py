@@ -37,9 +37,9 @@ class CardLoad:
     engram_bytes: int
 
     def seconds(self, disk_bytes_per_s: float, engram: EngramHome) -> float:
-        """Reading, then copying: a layer is whole in host memory before it goes to the card."""
-        n_bytes = self.card_bytes + (self.engram_bytes if engram == "ram" else 0)
-        return n_bytes / disk_bytes_per_s + self.card_bytes / COPY_BYTES_PER_S
+        """What is copied to the card is read meanwhile, the slower of the two takes its time; tables are only read."""
+        read_bytes = self.engram_bytes if engram == "ram" else 0
+        return self.card_bytes / min(disk_bytes_per_s, COPY_BYTES_PER_S) + read_bytes / disk_bytes_per_s
 
 
 def measured(folder: Path) -> Disk:
@@ -125,8 +125,9 @@ def rate_line(load: dict[str, Any]) -> str:
         rate = f"{disk['bytes_per_s'] / GIB:.2f} GiB/s, {disk['source']}"
         then = f"{load['copy_bytes_per_s'] / 1e9:g} GB/s, assumed"
         return f"Seconds: at least, of reading at {rate}, and then copying at {then}, card after card."
-    why = f"No seconds: {disk['found']}." if disk else "No seconds without the disk's rate:"
-    return f"{why} Give --disk-gib-s X, or --measure-disk with --model."
+    if disk:  # measured, in vain
+        return f"No seconds: {disk['found']}. Give --disk-gib-s X."
+    return "No seconds without the disk's rate: give --disk-gib-s X, or --measure-disk with --model."
 
 
 def host_lines(load: dict[str, Any]) -> Iterable[str]:

@@ -13,20 +13,22 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from rocline.engine.config import ConfigError, ModelConfig
+from rocline.engine.synthetic import seed_of
 from rocline.engine.text import TokenizerError
 from rocline.http.pool import PromptPool
 from rocline.http.prompt import Limits
 from rocline.http.server import Server
 from rocline.http.serving import EngineApi, Serving
 from rocline.http.settings import Settings
-from rocline.pipeline.engine import Engine
 from rocline.pipeline.options import Options
 from rocline.pipeline.worker import SWITCH_INTERVAL_S
+from rocline.tools.files import FileError, explained, read_text
+from rocline.tools.synthetic_model import files_of, open_engine
 
 EXIT_WRONG_INPUT = 2
 PREFIX = "ROCLINE_"
@@ -43,7 +45,7 @@ class ConfigurationError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """
-    model  folder of the checkpoint
+    model  folder of the checkpoint; or synthetic:SEED, noise of the release's sizes, to measure with
     """
 
     model: str
@@ -83,8 +85,44 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--config", metavar="FILE", help=f"settings (default: {CONFIG_FILE}, if it is there)")
     parser.add_argument("--check", action="store_true", help="print every setting and where it comes from, and end")
     for name, setting in SETTINGS.items():
-        default = "" if setting.default is None else f" (default {_shown(setting.default)})"
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=_help(name) + default)
+        default = f" (default {_shown(setting.default)})" if setting.default not in (None, ()) else ""
+        text = _help(name).replace("None:", "unset:")  # nobody can write None on a command line
+        parser.add_argument(_flag(name), metavar=_metavar(name), help=text + default)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(name: str) -> str:
+    """What stands for a setting's value in its help: the unit, where it has one."""
+    return _METAVARS.get(name) or ("S" if name.endswith("_s") else _form(name).metavar)
+
+
+_METAVARS = {"model": "FOLDER", "api_key_file": "FILE", "arena_gib": "GIB"}
+
+
+class Form(NamedTuple):
+    """How values of a type are written, in a line of help and in a sentence."""
+
+    metavar: str
+    text: str
+
+
+_FORMS: dict[Any, Form] = {
+    bool: Form("true|false", "true or false"),
+    int: Form("N", "a whole number"),
+    float: Form("X", "a number"),
+    str: Form("NAME", "text"),
+    tuple[str, ...]: Form("NAME,NAME", "names with commas between"),
+}
+
+
+def _form(name: str) -> Form:
+    kind = SETTINGS[name].type
+    if get_origin(kind) is Literal:
+        return Form("{" + ",".join(get_args(kind)) + "}", " or ".join(get_args(kind)))
+    return next(form for plain, form in _FORMS.items() if kind in (plain, plain | None))
 
 
 def _help(name: str) -> str:
@@ -112,20 +150,29 @@ _OPTION_HELP = {
 def run(args: argparse.Namespace) -> int:
     try:
         values = configuration(vars(args), os.environ, args.config)
-        if args.check:
-            print(json.dumps({name: value._asdict() for name, value in values.items()}, indent=2))
-        folder = values["model"].value
+        model = values["model"].value
+        seed_of(model)  # refused here too, where nothing is opened
         settings, options = build(values, Settings), build(values, Options)
         keys = api_keys(settings, os.environ)
         if args.check:
+            print(json.dumps({name: value._asdict() for name, value in values.items()}, indent=2))
             return 0
-        return serve(folder, settings, options, keys, lambda: Engine.open(folder, options))
+        with files_of(model) as folder:
+            return serve(str(folder), settings, options, keys, lambda: open_engine(model, folder, options))
     except (ConfigurationError, ConfigError, TokenizerError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     except OSError as error:
-        print(f"serve: {error.filename or settings.host}: {error.strerror}", file=sys.stderr)
+        advice = "choose another with --host or --port"
+        told = explained(error) if error.filename else f"{cannot_listen(settings, error)}; {advice}"
+        print(f"serve: {told}", file=sys.stderr)
         return EXIT_WRONG_INPUT
+
+
+def cannot_listen(settings: Settings, error: OSError) -> str:
+    """Why the server cannot listen."""
+    reason = str(error.strerror or error).partition(" (while ")[0]  # the address once
+    return f"{settings.host}, port {settings.port}: {reason}"
 
 
 def serve(
@@ -151,8 +198,14 @@ def serve(
     return asyncio.run(main())
 
 
-def configuration(flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None) -> dict[str, Value]:
-    """Every setting with its value and where that is from. Raises ConfigurationError."""
+def configuration(
+    flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None, sets: Mapping[str, str] | None = None
+) -> dict[str, Value]:
+    """Every setting with its value and where that is from. Raises ConfigurationError.
+
+    config  the file's name, if a flag gave it
+    sets    of --set, in commands that have no flag for each setting
+    """
     values = {name: Value(setting.default, "default") for name, setting in SETTINGS.items()}
     file = config or environ.get(PREFIX + "CONFIG") or CONFIG_FILE
     for key, value in _read(file, required=file != CONFIG_FILE or config is not None).items():
@@ -165,24 +218,23 @@ def configuration(flags: Mapping[str, Any], environ: Mapping[str, str], config: 
             values[name] = Value(_converted(name, environ[variable], variable), variable)
     for name in SETTINGS:
         if flags.get(name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            values[name] = Value(_converted(name, flags[name], flag), flag)
+            values[name] = Value(_converted(name, flags[name], _flag(name)), _flag(name))
+        if sets and name in sets:
+            values[name] = Value(_converted(name, sets[name], f"--set {name}"), f"--set {name}")
     if values["model"].value is None:
         raise ConfigurationError("no model; name the checkpoint's folder with --model")
     return values
 
 
 def _read(file: str, required: bool) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(file).read_text("utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise ConfigurationError(f"{file}: no such file") from None
+    if not required and not Path(file).exists():
         return {}
-    except OSError as error:
-        raise ConfigurationError(f"{file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file}: {error}") from error
+    try:
+        return tomllib.loads(read_text(file))
+    except FileError as error:
+        raise ConfigurationError(str(error)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{file}: not TOML: {error}") from error
 
 
 def _known(name: str, where: str, names: Mapping[str, Any]) -> str:
@@ -199,8 +251,19 @@ def _converted(name: str, value: Any, where: str) -> Any:
         value = [word.strip() for word in value.split(",") if word.strip()]
     try:
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{where}: {name} = {value!r}: {error}") from None
+    except msgspec.ValidationError:
+        raise ConfigurationError(f"{_said(name, value, where)}: must be {_form(name).text}") from None
+
+
+def _said(name: str, value: Any, origin: str) -> str:
+    """A setting as it was written at its origin."""
+    if origin.startswith("--set "):
+        return f"{origin}={_shown(value)}"
+    if origin.startswith("--"):
+        return f"{origin} {_shown(value)}"
+    if origin.startswith(PREFIX):
+        return f"{origin}={_shown(value)}"
+    return f"{origin}: {name} = {value!r}"
 
 
 def build(values: Mapping[str, Value], owner: type) -> Any:
@@ -208,9 +271,13 @@ def build(values: Mapping[str, Value], owner: type) -> Any:
     try:
         return owner(**{field.name: values[field.name].value for field in fields(owner)})
     except ValueError as error:
-        name = str(error).partition(" ")[0]
-        origin = f"{values[name].origin}: " if name in values else ""
-        raise ConfigurationError(f"{origin}{error}") from None
+        name, found = str(error).partition(" ")[0], str(error)
+        if name not in values or values[name].origin == "default":
+            raise ConfigurationError(found) from None
+        value, origin = values[name]
+        said, named = _said(name, value, origin), f"{name} = {value}: "
+        text = f"{said}: {found.removeprefix(named)}" if found.startswith(named) else f"{origin}: {found}"
+        raise ConfigurationError(text) from None
 
 
 def api_keys(settings: Settings, environ: Mapping[str, str]) -> list[str]:
@@ -218,9 +285,9 @@ def api_keys(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     keys = [key.strip() for key in environ.get(KEYS_VARIABLE, "").split(",")]
     if settings.api_key_file:
         try:
-            lines = Path(settings.api_key_file).read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"api_key_file = {settings.api_key_file}: {error}") from error
+            lines = read_text(settings.api_key_file).splitlines()
+        except FileError as error:
+            raise ConfigurationError(f"api_key_file = {error}") from error
         if not any(line.strip() for line in lines):
             raise ConfigurationError(f"api_key_file = {settings.api_key_file}: holds no key; write one a line")
         keys += [line.strip() for line in lines]
@@ -228,4 +295,7 @@ def api_keys(settings: Settings, environ: Mapping[str, str]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    """As a flag takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple | list) else str(value)

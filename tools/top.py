@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import sys
@@ -17,6 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rocline.tools.files import FileError
+from rocline.tools.flags import at_least
 from rocline.tools.load_client import InputError, key_in
 from rocline.tools.top_look import Look, figures, look
 from rocline.tools.top_view import Frame, elapsed
@@ -30,24 +31,23 @@ NO_TERMINAL_WIDTH = 120
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "top",
-        description="Show what a running `rocline serve` is doing until Ctrl-C. A server that is not there, or starts "
+        description="Show what a running `rocline serve` is doing, until Ctrl-C. A server that is not there, or starts "
         "again, is waited for. Exit status 1 with --once or --json if it does not answer; 2 for a wrong flag, a "
         "refused key, or a server of another kind.",
     )
-    parser.add_argument("--url", default=URL, help="of the server (default %(default)s)")
+    parser.add_argument("--url", default=URL, help="the server (default %(default)s)")
     parser.add_argument(
-        "--interval-s", type=_interval, default=1.0, metavar="S", help="between two frames (default %(default)g)"
+        "--interval-s",
+        type=at_least(0.1),
+        default=1.0,
+        metavar="S",
+        help="seconds from frame to frame (default %(default)g)",
     )
     parser.add_argument("--once", action="store_true", help="print one frame, with the rates of one interval, and end")
-    parser.add_argument("--json", action="store_true", help="as --once, but one JSON object")
-    parser.add_argument("--api-key-file", metavar="FILE", help="whose first line is a key of the server")
-
-
-def _interval(word: str) -> float:
-    value = float(word)
-    if not 0.1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{word}: must be at least 0.1")
-    return value
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of a frame, and end")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="file whose first line is a key of the server (default: no key)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         _show(watch, console, args.interval_s)
         return 0
-    except InputError as error:
+    except (FileError, InputError) as error:
         print(f"top: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     except ServerError as error:

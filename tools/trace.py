@@ -21,7 +21,8 @@ from rocline.engine.home import DeviceKind
 from rocline.engine.model import split_layers
 from rocline.engine.release import release_config
 from rocline.engine.shapes import prefill_traces
-from rocline.tools.generate import positive_int
+from rocline.tools.files import explained
+from rocline.tools.flags import positive_int
 from rocline.tools.trace_timeline import add_timeline
 
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
@@ -37,11 +38,20 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("trace", description="Record, replay and draw what stages take from their arenas.")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_record(actions)
-    one = actions.add_parser("replay", description="Replay a trace on a slab; exit status 1 if a take found no room.")
+    one = actions.add_parser(
+        "replay",
+        help="replay a trace on a slab, in numbers",
+        description="Replay a trace on a slab. Exit status 0: every take found room, 1: one or more did not, 2: wrong "
+        "input.",
+    )
     one.set_defaults(action=replay_trace)
     one.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     _add_trace(one)
-    one = actions.add_parser("report", description="Draw the replay of a trace as one HTML page.")
+    one = actions.add_parser(
+        "report",
+        help="draw the replay of a trace as one HTML page",
+        description="Draw the replay of a trace as one HTML page. Exit status as of `replay`.",
+    )
     one.set_defaults(action=draw_trace)
     one.add_argument("--out", type=Path, required=True, metavar="F.html", help="the page to write")
     _add_trace(one)
@@ -51,21 +61,22 @@ def add_parser(subparsers: Any) -> None:
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a trace, or a replay log of RMM")
     parser.add_argument(
-        "--slab-bytes", type=int, metavar="N", help="size of the slab (default: the smallest that will do)"
+        "--slab-bytes", type=int, metavar="N", help="bytes of the slab (default: the fewest that will do)"
     )
 
 
 def _add_record(actions: Any) -> None:
     parser = actions.add_parser(
         "record",
+        help="write the traces of a prompt's prefill, from shapes alone",
         description="Write one trace per stage and chunk size: the end of a prompt's prefill, from shapes alone, "
         "without weights or arithmetic. Time counts events.",
     )
     parser.set_defaults(action=record_traces)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--release", action="store_true", help="at the release's sizes")
-    model.add_argument("--model", type=Path, metavar="FOLDER", help="at the sizes of this checkpoint's config.json")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the files go")
+    model.add_argument("--release", action="store_true", help="take the release's sizes; no file is needed")
+    model.add_argument("--model", type=Path, metavar="FOLDER", help="take the sizes of this folder's config.json")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the files go; made if absent")
     parser.add_argument(
         "--device",
         choices=get_args(DeviceKind),
@@ -74,20 +85,21 @@ def _add_record(actions: Any) -> None:
     )
 
     def count(flag: str, default: int | tuple[int, ...], help_text: str, **how: Any) -> None:
-        help_text += " (default %(default)s)"
+        told = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        help_text += f" (default {told})"
         parser.add_argument(flag, type=positive_int, default=default, metavar="N", help=help_text, **how)
 
-    count("--chunk-rows", CHUNK_ROWS, "prompt rows run together, one or more sizes", nargs="+")
+    count("--chunk-rows", CHUNK_ROWS, "prompt rows run together: one size or more", nargs="+")
     count("--stages", 8, "stages that share the layers")
-    count("--prompt-tokens", 32768, "length of the prompt")
-    count("--chunks", 3, "chunks recorded, the prompt's last")
+    count("--prompt-tokens", 32768, "length of the prompt, in tokens")
+    count("--chunks", 3, "how many chunks are recorded, the prompt's last ones")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         return args.action(args)
     except OSError as error:
-        print(f"trace: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"trace: {explained(error)}", file=sys.stderr)
     except (FlagError, ConfigError, TraceError, ArenaMisuse, ArenaFull) as error:
         print(f"trace: {error}", file=sys.stderr)
     return EXIT_WRONG_INPUT
@@ -151,7 +163,9 @@ def _events(path: Path) -> list[TraceEvent]:
     """Raises TraceError for what is no trace, or one that takes nothing."""
     try:
         events = read_csv(path)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: no trace: not UTF-8") from error
+    except csv.Error as error:
         raise TraceError(f"{path}: no trace: {error}") from error
     if not any(event.action == "take" for event in events):
         raise TraceError(f"{path}: takes nothing; record a trace that does")
@@ -180,7 +194,7 @@ def _figures(path: Path, report: ReplayReport, events: Sequence[TraceEvent]) -> 
 def _shown(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value) or "none"
 
 
 def _verdict(report: ReplayReport) -> int:

@@ -11,14 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from rocline.pipeline.timeline import StageTime, TimelineError, all_stages, draw, idle_split, load
+from rocline.tools.files import FileError, read_text
 
 EXIT_WRONG_INPUT = 2
 
 
 def add_timeline(actions: Any) -> None:
-    parser = actions.add_parser("timeline", description="Split the stages' idle time, and draw what they did when.")
+    parser = actions.add_parser(
+        "timeline",
+        help="split the stages' idle time, and draw what they did when",
+        description="Split the stages' idle time, and draw what they did when. The shares go to stdout.",
+    )
     parser.set_defaults(action=show_timeline)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a recorded timeline, .csv or .json")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a timeline, such as demo/timeline.csv of `rocline demo`; JSON if its name ends in .json, else CSV",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="F.svg", help="the picture to write")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in ns, instead of the table")
 
@@ -26,8 +36,9 @@ def add_timeline(actions: Any) -> None:
 def show_timeline(args: argparse.Namespace) -> int:
     """Write the picture; the split of the time goes to stdout. Raises OSError."""
     try:
+        read_text(args.file)  # in words: load() would quote the bytes
         intervals = load(args.file)
-    except TimelineError as error:
+    except (FileError, TimelineError) as error:
         print(f"trace: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     split = idle_split(intervals)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -16,14 +17,17 @@ from typing import Any
 from rocline.arena.trace import TraceError
 from rocline.engine.config import ConfigError, ModelConfig
 from rocline.engine.release import release_config
+from rocline.engine.synthetic import seed_of
 from rocline.http.settings import Settings
 from rocline.pipeline.options import Options
 from rocline.pipeline.placement import CHOICE_RATES
 from rocline.tools.bench import Talk
+from rocline.tools.files import explained
 from rocline.tools.load_client import InputError
 from rocline.tools.load_protocols import draw_prompts, prompts_sha256, usable_ids
 from rocline.tools.load_report import environment
 from rocline.tools.serve import CONFIG_FILE, PREFIX, ConfigurationError, api_keys, build, configuration
+from rocline.tools.synthetic_model import files_of
 from rocline.tools.tune_cells import GIB, Cell, Outcome, advice, choose, hashes
 from rocline.tools.tune_child import CellRunner
 from rocline.tools.tune_flags import OF_CELLS, add_flags
@@ -52,14 +56,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Talk() as talk:
+    with Talk() as talk, ExitStack() as stack:
         try:
-            setup = Setup.of(args)
+            files = stack.enter_context(files_of(args.model)) if args.model else None
+            setup = Setup.of(args, files)
             return _dry_run(args, setup, talk) if args.dry_run else _tune(args, setup, talk)
         except (InputError, ConfigurationError, ConfigError, ResultsError, TomlError, TraceError) as error:
             talk.say(f"tune: {error}")
         except OSError as error:
-            talk.say(f"tune: {error.filename}: {error.strerror}")
+            talk.say(f"tune: {explained(error)}")
         return EXIT_WRONG_INPUT
 
 
@@ -67,11 +72,14 @@ def run(args: argparse.Namespace) -> int:
 class Setup:
     """What the flags come to.
 
+    model            as it was told: a folder, or synthetic:SEED
+    files            folder of its config.json and tokenizer.json; None for the release without a checkpoint
     server_settings  NAME=VALUE that every server gets as flags; the rest it finds itself
     toml             where --write writes
     """
 
-    folder: str
+    model: str
+    files: Path | None
     config: ModelConfig
     options: Options
     api_key: str | None
@@ -80,22 +88,24 @@ class Setup:
     cells: tuple[Cell, ...]
 
     @staticmethod
-    def of(args: argparse.Namespace) -> Setup:
+    def of(args: argparse.Namespace, files: Path | None) -> Setup:
         """Raises InputError, ConfigurationError and ConfigError for what cannot be served so."""
         if args.release and not args.dry_run:
             raise InputError("--release has no weights; name the checkpoint with --model, or say --dry-run")
         if args.traces and not args.traces.is_dir():
-            raise InputError(f"--traces {args.traces}: no such folder")
-        config = release_config() if args.release else ModelConfig.load(args.model)
+            raise InputError(f"--traces {args.traces}: not a folder; write one with `rocline trace record`")
+        if args.dry_run and args.model and seed_of(args.model) is not None:
+            raise InputError(f"--dry-run plans a checkpoint's memory, not {args.model}'s; say --release instead")
+        config = ModelConfig.load(files) if files else release_config()
         told = {name: str(value) for name in FLAGS if (value := getattr(args, name)) is not None}
         if args.release:
             told.setdefault("device", "hip")
-        told |= dict(word.split("=", 1) for word in args.set)
-        folder = args.model or "the release"
-        values = configuration(told | {"model": folder}, os.environ, args.config)
+        sets = dict(word.split("=", 1) for word in args.set)
+        model = args.model or "the release"
+        values = configuration(told | {"model": model}, os.environ, args.config, sets)
         options, settings = build(values, Options), build(values, Settings)
         _check_context(args, config, options)
-        words = [f"{name}={value}" for name, value in told.items()]
+        words = [f"{name}={value}" for name, value in (told | sets).items()]
         if args.config:
             words.append(f"config={args.config}")
         cells = tuple(Cell(*sizes) for sizes in product(args.chunk_rows, args.arena_gib))
@@ -105,7 +115,8 @@ class Setup:
             except ValueError as error:
                 raise InputError(f"{cell}: {error}") from None
         return Setup(
-            folder=folder,
+            model=model,
+            files=files,
             config=config,
             options=options,
             api_key=next(iter(api_keys(settings, os.environ)), None),
@@ -121,18 +132,20 @@ class Setup:
             args.prompt_tokens,
             round(args.card_gib * GIB),
             args.traces,
+            plans=seed_of(self.model) is None,  # whose layers do not share experts
             with_rates=args.dry_run,
             say=talk.status,
         )
 
     def work(self, args: argparse.Namespace, prompt: Sequence[int]) -> dict[str, Any]:
         """What two cells must have in common to be compared."""
-        about, model = environment(), Path(self.folder).resolve()
+        assert self.files
+        about, config = environment(), (self.files / "config.json").read_bytes()
         defaults = {f.name: f.default for f in fields(Options) if f.default is not MISSING and f.name not in OF_CELLS}
         settings = {name: getattr(self.options, name) for name in defaults}
         return {
-            "model": str(model),
-            "config_sha256": hashlib.sha256((model / "config.json").read_bytes()).hexdigest(),
+            "model": self.model if seed_of(self.model) is not None else str(self.files.resolve()),
+            "config_sha256": hashlib.sha256(config).hexdigest(),
             "rocline": about["rocline"],
             "commit": about["commit"],
             "prompt_tokens": args.prompt_tokens,
@@ -173,13 +186,14 @@ def _dry_run(args: argparse.Namespace, setup: Setup, talk: Talk) -> int:
 
 def _tune(args: argparse.Namespace, setup: Setup, talk: Talk) -> int:
     """Raises what says that nothing was begun."""
-    prompt = draw_prompts(usable_ids(setup.folder), args.seed, 1, args.prompt_tokens)[0]
+    assert setup.files
+    prompt = draw_prompts(usable_ids(setup.files), args.seed, 1, args.prompt_tokens)[0]
     if args.html:
         _check_page(args.html)
     if args.write:
         check_writable(setup.toml, _values(setup.cells[0]))
     run_cell = CellRunner(
-        setup.folder, setup.server_settings, prompt, args.output_tokens, setup.api_key, args.cell_timeout_s, talk
+        setup.model, setup.server_settings, prompt, args.output_tokens, setup.api_key, args.cell_timeout_s, talk
     )
     work = setup.work(args, prompt)
     with Results(args.results, work) as results:
@@ -201,7 +215,7 @@ def _tune(args: argparse.Namespace, setup: Setup, talk: Talk) -> int:
         except KeyboardInterrupt:
             status, error = EXIT_INTERRUPTED, "interrupted; the same command goes on from here"
         except OSError as failed:
-            status, error = EXIT_NONE, f"{failed.filename or args.results}: {failed.strerror}"
+            status, error = EXIT_NONE, explained(failed, failed.filename or args.results)
         talk.quiet()
         return _finish(args, setup, talk, list(results.outcomes.values()), work, status, error)
 
@@ -244,7 +258,7 @@ def _finish(
         if report.recommended:
             _recommend(args, setup, talk, report)
     except (OSError, TomlError) as failed:
-        talk.say(f"tune: {failed}")
+        talk.say(f"tune: {explained(failed)}")
         return status or EXIT_NONE
     return status
 

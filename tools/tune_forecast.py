@@ -42,6 +42,7 @@ class Forecaster:
     """
     device_bytes   memory of each card, all of it free
     traces         folder of files as `rocline trace record` writes them; None: none
+    plans          plan the memory of cards; without a plan no cell is refused
     with_rates     model the speed too
     """
 
@@ -52,18 +53,21 @@ class Forecaster:
         prompt_tokens: int,
         device_bytes: int,
         traces: Path | None = None,
+        plans: bool = True,
         with_rates: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._config, self._options, self._prompt_tokens = config, options, prompt_tokens
-        self._device_bytes, self._traces, self._with_rates, self._say = device_bytes, traces, with_rates, say
+        self._device_bytes, self._traces = device_bytes, traces
+        self._plans_memory = plans and options.device == "hip"
+        self._with_rates, self._say = with_rates, say
         self._plans: dict[int, Plan | str] = {}
         self._rates: dict[int, float | None] = {}
         self._events: dict[int, list[list[TraceEvent]]] = {}
 
     def of(self, cell: Cell) -> Forecast:
         """Raises OSError and TraceError for traces that cannot be read."""
-        forecast = self._of_plan(cell) if self._options.device == "hip" else Forecast()
+        forecast = self._of_plan(cell) if self._plans_memory else Forecast()
         if self._traces is None or forecast.refused:
             return forecast
         does_fit, note = self._replayed(cell, self._traces)

@@ -107,7 +107,8 @@ class Report:
         heads = "".join(f"<th>{name}</th>" for name, _ in _COLUMNS)
         picture = draw(self.in_order(), self.recommended, self.floor_bytes) if self.has_speeds and self.outcomes else ""
         facts = {name: self.work[name] for name in ("model", "prompt_tokens", "output_tokens", "seed")}
-        facts |= {"headroom floor": f"{self.floor_bytes / GIB:g} GiB", "settings": self.work["settings"]}
+        settings = ", ".join(f"{name} = {value}" for name, value in self.work["settings"].items())
+        facts |= {"headroom floor": f"{self.floor_bytes / GIB:g} GiB", "settings": settings or "the defaults"}
         facts |= self.environment
         listed = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
         return _PAGE.format(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import sys
@@ -19,6 +18,8 @@ from rich.console import Console
 
 from rocline.pipeline.card_watch import GIB, CardWatch
 from rocline.pipeline.sysfs_cards import SYSFS, Card, card_at, cards
+from rocline.tools.files import explained
+from rocline.tools.flags import at_least
 from rocline.tools.vram_picture import clock, draw
 from rocline.tools.vram_server import Server, ServerError
 from rocline.tools.vram_session import Session
@@ -37,20 +38,26 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "vram",
         description="Watch the cards' memory, whoever uses it, until --seconds are over or Ctrl-C. Free is what the "
-        "amdgpu driver says, or HIP where that is less; sensors are read once a second. Exit status 1 if a card was "
-        "below the floor, could not be read, or had counters that stood still.",
+        "amdgpu driver says, or HIP where that is less; sensors are read once a second. Exit status 0: all was well, "
+        "1: a card was below the floor, could not be read, or had counters that stood still, 2: wrong input, or no "
+        "card.",
     )
 
     def number(flag: str, least: float, help_text: str, default: float | None = None) -> None:
-        parser.add_argument(flag, type=_at_least(least), default=default, metavar="N", help=help_text)
+        parser.add_argument(flag, type=at_least(least), default=default, metavar="N", help=help_text)
 
-    number("--interval-ms", 1, "between two looks (default %(default)s)", 100)
-    number("--seconds", 0.001, "how long (default: until Ctrl-C)")
-    number("--floor-gib", 0, "alarm where less is free (default %(default)s; 0: never)", FLOOR_GIB)
-    parser.add_argument("--card", action="append", metavar="PCI_ID", help="only 0000:03:00.0; may be repeated")
-    parser.add_argument("--csv", metavar="FILE", help="a line for each look at each card, as it comes")
-    parser.add_argument("--svg", metavar="FILE", help="a picture, at the end")
-    parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
+    number("--interval-ms", 1, "milliseconds from look to look (default %(default)s)", 100)
+    number("--seconds", 0.001, "how long to watch (default: until Ctrl-C)")
+    number("--floor-gib", 0, "alarm where a card has fewer GiB free (default %(default)s; 0: never)", FLOOR_GIB)
+    parser.add_argument(
+        "--card",
+        action="append",
+        metavar="PCI_ID",
+        help="watch only this card, such as 0000:03:00.0; may be repeated (default: all)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write a line for each look at each card, as it comes")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture, at the end")
+    parser.add_argument("--json", action="store_true", help="also print a summary as one JSON object on stdout")
     parser.add_argument(
         "--url",
         metavar="URL",
@@ -59,16 +66,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--no-hip", action="store_true", help="do not ask HIP, which takes some memory of each card")
     parser.add_argument("--sysfs", type=Path, metavar="FOLDER", help="look there in place of /sys, and do not ask HIP")
-
-
-def _at_least(least: float) -> Callable[[str], float]:
-    def number(word: str) -> float:
-        value = float(word)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{word}: must be at least {least:g}")
-        return value
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +109,7 @@ def _opened(path: str) -> TextIO:
     try:
         return open(path, "w", encoding="utf-8", newline="")
     except OSError as error:
-        raise VramError(f"{path}: {error.strerror}") from error
+        raise VramError(explained(error, path)) from error
 
 
 def _write(file: TextIO, text: str) -> None:
@@ -122,11 +119,13 @@ def _write(file: TextIO, text: str) -> None:
     except OSError as error:
         with suppress(OSError):  # once: it holds what it could not write
             file.close()
-        raise VramError(f"{file.name}: {error.strerror}") from error
+        raise VramError(explained(error, file.name)) from error
 
 
 def _cards(args: argparse.Namespace) -> list[Card]:
     sysfs = args.sysfs or SYSFS
+    if not sysfs.is_dir():
+        raise VramError(f"{sysfs}: not a folder")
     shown = cards(sysfs)
     if not shown:
         raise VramError(f"{sysfs}/class/drm shows no card of the amdgpu driver: there is no GPU to watch on this host")

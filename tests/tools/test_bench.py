@@ -310,6 +310,35 @@ def test_compare(measure, start, compare):
         assert "token/s" not in err
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rocline_bench": 0}'])
+def test_compare_refuses_what_is_no_report(tmp_path, capsys, text):
+    (tmp_path / "a.json").write_text(text)
+    assert cli.main(["bench", "compare", str(tmp_path / "a.json"), "nowhere"]) == bench.EXIT_WRONG_INPUT
+    assert capsys.readouterr() == (
+        "",
+        f"bench: {tmp_path / 'a.json'}: not a report of rocline bench; name a file with what a measurement wrote to "
+        "stdout\n",
+    )
+
+
+def test_an_empty_prompt_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    words = ("prefill", "--prompt", str(tmp_path / "empty"), "--url", "http://127.0.0.1:1")
+    assert cli.main(["bench", *words]) == bench.EXIT_WRONG_INPUT
+    assert capsys.readouterr().err == f"bench: {tmp_path / 'empty'}: empty; name a text of at least one character\n"
+
+
+@pytest.mark.parametrize("words", [("prefill", "--prompt"), (*SMALL, "--api-key-file")])
+def test_files_are_read_before_any_server_is_asked(tmp_path, capsys, words):
+    """Nobody answers at port 1, which would be another error."""
+    for name, reason in (("none", "No such file or directory"), ("latin", "not UTF-8 at byte 2 (0xef)")):
+        (tmp_path / "latin").write_bytes(b"na\xefve")
+        status = cli.main(["bench", *words, str(tmp_path / name), "--url", "http://127.0.0.1:1"])
+        out, err = capsys.readouterr()
+        assert (status, out, err.count("\n")) == (bench.EXIT_WRONG_INPUT, "", 1)
+        assert err.startswith(f"bench: {tmp_path / name}: {reason}")
+
+
 def test_serve_is_compared_too(measure, start, compare):
     words = ("serve", "--prompt-tokens", "8", "--output-tokens", "4", "--requests", "3", "--warm-ups", "1")
     report = measure(start(), *words)[1]

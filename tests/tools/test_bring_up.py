@@ -213,7 +213,7 @@ def test_the_list_climbs_nothing(path, capsys):
         (["--from", "summit"], "--from summit: no rung; there are kernel, operators,"),
         (["--report", "/"], "name another place with --report"),
         (["--model", "/nowhere"], "No such file"),
-        (["--set", "stages=99"], "stages = 99"),
+        (["--set", "stages=99"], "--set stages=99: must be 1 to 8"),
         (["--reference-op", "rope"], "--reference-op is for --device hip"),
     ],
 )

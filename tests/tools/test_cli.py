@@ -60,6 +60,7 @@ def test_help_lists_every_summary_without_loading_a_command(command, capsys):
         (["echo", "--tex", "x"], "unrecognized arguments: --tex x"),  # an abbreviation is a guess
         (["echo", "stray"], "unrecognized arguments: stray"),
         (["--", "echo"], "COMMAND"),
+        (["--text", "x", "echo"], "--text: COMMAND must be the first word"),
     ],
 )
 def test_wrong_words_stop_with_status_2(command, capsys, argv, message):
@@ -67,6 +68,15 @@ def test_wrong_words_stop_with_status_2(command, capsys, argv, message):
         cli.main(argv)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--texts", "x"], ["stray"]])
+def test_what_a_command_does_not_know_is_answered_with_its_own_usage(command, capsys, words):
+    with pytest.raises(SystemExit):
+        cli.main(["echo", *words])
+    assert capsys.readouterr().err == (
+        f"usage: rocline echo [-h] [--text TEXT]\nrocline echo: error: unrecognized arguments: {' '.join(words)}\n"
+    )
 
 
 def test_ctrl_c_is_quiet(command, capsys):

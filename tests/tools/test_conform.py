@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rocline.tools import cli, conform
+from rocline.tools.golden_limits import MODEL_LIMITS
 from rocline.tools.golden_ops import CHECKS
 from rocline.tools.golden_report import (
     Finding,
@@ -69,6 +70,17 @@ def test_every_text_folder_passes(golden_or_skip, name, parts):
     conform.conform(golden_or_skip(name), found.append)
     assert [finding for finding in found if finding.verdict == "failed"] == []
     assert {finding.item.removeprefix("cpu: ").split()[0] for finding in found} == parts
+
+
+@pytest.mark.parametrize("name", MODEL_LIMITS)
+def test_last_rows_may_move_as_far_as_was_measured(golden_or_skip, name):
+    """Twice the README's figure up to its 140 tokens, beyond them twice what FP64 sums move."""
+    limits, worst = MODEL_LIMITS[name], {"micro": 0.117, "tiny": 0.099, "tiny40": 0.115}[name]
+    manifest = json.loads((golden_or_skip(name) / "manifest.json").read_text())
+    for length, moved in manifest["fp64_accumulate"]["prefill"].items():
+        if length != "all":
+            n_rows = int(length)
+            assert limits.last(n_rows) == pytest.approx(2 * (worst if n_rows <= 140 else moved["rms_rel"])), length
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -18,6 +18,7 @@ from rocline.engine.model import Model
 from rocline.engine.sequence import Ring
 from rocline.hip_kernels import (
     attention,
+    engram,
     experts,
     formats,
     grouped_projection,
@@ -32,6 +33,7 @@ from rocline.hip_kernels import (
 from rocline.tools import conform
 from rocline.tools.golden_decode import check_decode
 from rocline.tools.golden_limits import MODEL_LIMITS
+from rocline.tools.golden_model import check_prefill
 from rocline.tools.golden_ops import check_ops
 from rocline.tools.golden_report import Findings
 
@@ -295,6 +297,28 @@ def test_decode_sees_the_shared_key_slot(monkeypatch):
     failed = failed_items(short_decode)
     assert "decode 64 sel L1, even positions" in failed
     assert "decode 64 against our own prefill" in failed
+
+
+NO_ENGRAM = engram, "engram_gate_ref", [("alive_u8[:, None] != 0", "alive_u8[:, None] > 1")]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "item"),
+    [(NO_ENGRAM, "prefill logits.300"), (MISTAKES["no sink"][:3], "prefill logits_all.65 median")],
+    ids=["no Engram", "no sink"],
+)
+def test_forty_layers_see_without_the_cpus_limits(golden_or_skip, monkeypatch, mistake, item):
+    """Gross mistakes also in the longest prompt's last row, whose limit is wide."""
+    folder = golden_or_skip("tiny40")
+    owner, function, edits = mistake
+    replace_source(monkeypatch, owner, function, *edits)
+    model = Model.load(folder / "model", kv_tokens=4096, page_positions=64)  # every prompt its own pages
+    tensors = load_file(folder / "prefill.safetensors")
+
+    def prompts(tell):
+        check_prefill(model, tensors, MODEL_LIMITS["tiny40"], Findings("tiny40", tell, on_host=False))
+
+    assert item in failed_items(prompts)
 
 
 def test_chunks_see_a_lost_open_pair(monkeypatch):

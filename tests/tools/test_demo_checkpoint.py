@@ -147,7 +147,7 @@ def test_the_model_is_alive(folder, config):
 
 def test_a_folder_with_files_needs_force(folder, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
-    assert cli.main(["demo-checkpoint", str(tmp_path)]) == 1
+    assert cli.main(["demo-checkpoint", str(tmp_path)]) == 2
     assert "--force" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert cli.main(["demo-checkpoint", str(tmp_path), "--force"]) == 0
@@ -155,7 +155,14 @@ def test_a_folder_with_files_needs_force(folder, tmp_path, capsys):
     assert file_hashes(tmp_path) == file_hashes(folder)
 
 
-def test_an_unfinished_folder_has_no_config(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for name, reason in (("file", "File exists"), ("file/model", "Not a directory")):
+        assert cli.main(["demo-checkpoint", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == f"demo-checkpoint: {tmp_path / name}: {reason}\n"
+
+
+def test_an_unfinished_folder_has_no_config(tmp_path, monkeypatch, capsys):
     target = tmp_path / "model"
     target.mkdir()
     (target / "config.json").write_text("{}")
@@ -165,6 +172,7 @@ def test_an_unfinished_folder_has_no_config(tmp_path, monkeypatch):
 
     monkeypatch.setattr(demo_checkpoint, "save_file", full_disk)
     assert cli.main(["demo-checkpoint", str(target), "--force"]) == 1
+    assert capsys.readouterr().err == f"demo-checkpoint: {target}: No space left on device\n"
     assert not (target / "config.json").exists()
 
 

@@ -201,6 +201,7 @@ def test_every_shard_is_looked_at(data_folder, tmp_path):
     (folder / "model-1.safetensors").unlink()
     text = said(doctor_disk.checkpoint(folder, ModelConfig.load(folder)), "problem")
     assert "model-1.safetensors: No such file" in text
+    assert text.count("get these files again") == 1
 
 
 def test_a_file_with_holes_says_nothing_of_the_disk(tmp_path):

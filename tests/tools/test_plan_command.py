@@ -92,13 +92,14 @@ def test_the_release_is_read_once_but_for_the_last_norm():
     assert 0 < twice < sum(model.sides[side].weight_bytes for side in sides)
 
 
-def test_time_is_reading_and_then_copying(capsys):
-    load = micro_plan(capsys, "--devices", "2x4GiB", "--disk-gib-s", "0.25")["load"]
-    rate = 0.25 * GIB
+@pytest.mark.parametrize("rate_gib_s", [0.25, 100])
+def test_time_is_that_of_the_slower_of_reading_and_copying(capsys, rate_gib_s):
+    load = micro_plan(capsys, "--devices", "2x4GiB", "--disk-gib-s", str(rate_gib_s))["load"]
+    rate = rate_gib_s * GIB
     assert load["disk"] == {"bytes_per_s": rate, "source": "given", "found": None}
     for device in load["devices"]:
-        read_s = (device["card_bytes"] + device["engram_bytes"]) / rate
-        assert device["seconds"] == pytest.approx(read_s + device["card_bytes"] / load["copy_bytes_per_s"])
+        moved_s = device["card_bytes"] / min(rate, load["copy_bytes_per_s"])
+        assert device["seconds"] == pytest.approx(moved_s + device["engram_bytes"] / rate)
     ram, mmap = load["engram"]["ram"], load["engram"]["mmap"]
     assert ram["seconds"] == pytest.approx(sum(device["seconds"] for device in load["devices"]))
     assert ram["seconds"] - mmap["seconds"] == pytest.approx(load["engram_bytes"] / rate)
@@ -132,10 +133,10 @@ def test_the_disk_is_measured_as_the_doctor_does(capsys, tmp_path, monkeypatch):
 def test_without_a_rate_there_are_no_seconds(capsys):
     code, out, _ = run_plan(capsys, "--model", str(MICRO_FOLDER), *SMALL, "--devices", "2x4GiB")
     assert code == 0
-    assert "No seconds without the disk's rate: Give --disk-gib-s" in out
+    assert "No seconds without the disk's rate: give --disk-gib-s" in out
     code, out, _ = run_plan(capsys, "--model", str(MICRO_FOLDER), *SMALL, "--devices", "2x4GiB", "--measure-disk")
     assert code == 0
-    assert re.search(r"No seconds: .*too little to time\. Give --disk-gib-s", out)  # two files of a few MB
+    assert re.search(r"No seconds: .*too little to time\. Give --disk-gib-s X\.\n", out)  # two files of a few MB
 
 
 # Verdicts
@@ -183,8 +184,9 @@ def test_cards_may_be_listed_if_they_are_alike(capsys):
     [
         (["--release", "--devices", "4x48GiB,4x24GiB"], "cards of different sizes; .* 8x24GiB"),
         (["--release", "--devices", "4x48GiB,"], "write it as 8x48GiB"),
-        (["--release", "--disk-gib-s", "0"], "0: must be above 0"),
-        (["--release", "--disk-gib-s", "inf"], "inf: must be above 0"),
+        (["--release", "--disk-gib-s", "0"], "0: must be a number above 0"),
+        (["--release", "--disk-gib-s", "inf"], "inf: must be a number above 0"),
+        (["--release", "--disk-gib-s", "fast"], "fast: must be a number above 0"),
         (["--model", "x", "--disk-gib-s", "3", "--measure-disk"], "not allowed with"),
     ],
 )
@@ -200,6 +202,13 @@ def test_wrong_input(capsys, tmp_path):
         2,
         "plan: --measure-disk reads a checkpoint: name its folder with --model\n",
     )
+    for words, told in (
+        (("--devices", "9x48GiB"), "--devices: 9 cards; must be 1 to 8, as every card has a stage"),
+        (("--stages", "50"), "--stages 50: must be 8 to 8, one a card at least"),
+        (("--devices", "3x48GiB", "--stages", "2"), "--stages 2: must be 3 to 8, one a card at least"),
+        (("--context", "1048577"), "--context 1048577: must be 1 to 1048576, the model's limit"),
+    ):
+        assert run_plan(capsys, "--release", "--json", *words) == (2, "", f"plan: {told}\n")
     missing = tmp_path / "no" / "plan.svg"
     words = ("--model", str(MICRO_FOLDER), *SMALL, "--devices", "1x4GiB", "--svg", str(missing))
     assert run_plan(capsys, *words) == (2, "", f"plan: {missing}: No such file or directory\n")

@@ -85,7 +85,7 @@ def test_another_file(capsys, monkeypatch):
     assert check(capsys, "--config", "other.toml")["port"]["origin"] == "default"
     monkeypatch.setenv("ROCLINE_CONFIG", "other.toml")
     assert check(capsys)["model"] == {"value": "other", "origin": "other.toml"}
-    assert "none.toml: no such file" in refusal(capsys, "--config", "none.toml")
+    assert "none.toml: No such file or directory" in refusal(capsys, "--config", "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,35 @@ def test_unknown_names_are_refused_with_the_nearest(capsys, monkeypatch):
     ("words", "message"),
     [
         ([], "no model"),
-        (["--port", "70000"], "--port: port = 70000: must be 0 to 65535"),
-        (["--port", "many"], "--port: port = 'many': Expected `int`"),
-        (["--chunk-rows", "0"], "--chunk-rows: chunk_rows = 0: must be 1 to"),
-        (["--placement", "elsewhere"], "--placement: placement = 'elsewhere'"),
-        (["--api-key-file", "none"], "api_key_file = none"),
+        (["--port", "70000"], "serve: --port 70000: must be 0 to 65535"),
+        (["--port", "many"], "serve: --port many: must be a whole number"),
+        (["--chunk-rows", "0"], "serve: --chunk-rows 0: must be 1 to"),
+        (["--placement", "elsewhere"], "serve: --placement elsewhere: must be folded or contiguous"),
+        (["--drain-s", "soon"], "serve: --drain-s soon: must be a number"),
+        (["--thinking", "maybe"], "serve: --thinking maybe: must be true or false"),
+        (["--reference-op", "rope"], "serve: --reference-op rope: on the CPU every operator is its torch reference"),
+        (["--api-key-file", "none"], "serve: api_key_file = none: No such file or directory\n"),
         (["--served-name", ""], "served_name is empty"),
     ],
 )
 def test_wrong_values_are_refused_with_their_origin(capsys, words, message):
     assert message in refusal(capsys, *(["--model", "m", *words] if words else []))
+
+
+def test_values_are_told_as_their_origin_has_them(capsys, monkeypatch):
+    Path("rocline.toml").write_text('port = 70000\nstages = "x"\n')
+    assert "rocline.toml: stages = 'x': must be a whole number" in refusal(capsys, "--model", "m")
+    Path("rocline.toml").write_text("port = 70000\n")
+    assert "rocline.toml: port = 70000: must be 0 to 65535" in refusal(capsys, "--model", "m")
+    monkeypatch.setenv("ROCLINE_PORT", "70001")
+    assert "ROCLINE_PORT=70001: must be 0 to 65535" in refusal(capsys, "--model", "m")
+
+
+def test_a_refusal_prints_no_settings(capsys):
+    """Nothing on stdout: a script that reads it would take them for good."""
+    for words in (("--port", "70000"), ("--api-key-file", "none")):
+        assert cli.main(["serve", "--check", "--model", "m", *words]) == serve.EXIT_WRONG_INPUT
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("text", ["port = ", "port = 'x'", "port = true", "aliases = 'a'\nport = 1.5"])
@@ -140,7 +159,14 @@ def test_help_explains_every_setting(capsys):
         cli.main(["serve", "--help"])
     text = capsys.readouterr().out
     for name in serve.SETTINGS:
-        assert re.search(rf"--{name.replace('_', '-')} VALUE\s+\w", text), name
+        assert re.search(rf"--{name.replace('_', '-')} \S+\s+\w", text), name
+    for python in ("None", "True", "False", "()", "(default )"):
+        assert python not in text
+    assert "--stages N " in text
+    assert "--drain-s S " in text
+    assert "--model FOLDER " in text
+    assert "--any-model true|false" in text
+    assert "--prefill {halo,full}" in text
 
 
 def test_api_keys_from_file_and_environment():
@@ -161,9 +187,12 @@ def test_a_folder_that_is_no_model(capsys, model):
 
 def test_a_port_that_is_taken(capsys, model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = Settings(port=taken.getsockname()[1], workers=1)
-        with pytest.raises(OSError, match="in use"):
-            serve.serve(str(model), settings, Options(), [], lambda: None)
+        port = taken.getsockname()[1]
+        words = ("--workers", "1", "--port", str(port))
+        assert cli.main(["serve", "--model", str(model), *words]) == serve.EXIT_WRONG_INPUT
+        assert capsys.readouterr().err == (
+            f"serve: 127.0.0.1, port {port}: Address already in use; choose another with --host or --port\n"
+        )
 
 
 # The process

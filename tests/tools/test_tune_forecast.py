@@ -92,7 +92,7 @@ def test_recorded_traces_speak_against_an_arena(dry_run, folder, capsys):
     assert notes["128", "1.0"] == ("False", "no trace of chunks of 128 rows in traces")
     Path("traces/cpu-shapes-chunk256-stage0.csv").write_text("x\n")
     assert dry_run("256", "1", "--traces", "traces")[0] == tune.EXIT_WRONG_INPUT
-    assert "--traces missing: no such folder" in dry_run("256", "1", "--traces", "missing")[2]
+    assert "--traces missing: not a folder" in dry_run("256", "1", "--traces", "missing")[2]
 
 
 def test_the_headroom_of_a_cell_is_the_plans_with_other_arenas(folder):

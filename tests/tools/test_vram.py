@@ -252,6 +252,11 @@ def test_it_needs_no_torch():
 # What it refuses
 
 
+def test_a_folder_that_is_none(tmp_path, capsys):
+    assert cli.main(["vram", "--sysfs", str(tmp_path / "no")]) == 2
+    assert capsys.readouterr().err == f"vram: {tmp_path / 'no'}: not a folder\n"
+
+
 def test_a_host_without_a_gpu(rocline, sysfs):
     sysfs.add(driver="ast")
     status, out, err = rocline("--json")
@@ -278,12 +283,14 @@ def test_a_card_that_is_not_there(rocline, sysfs):
     assert (status, err) == (2, "vram: --card 0000:99:00.0: there is no such card; there is 0000:03:00.0\n")
 
 
-@pytest.mark.parametrize(("flag", "word"), [("--interval-ms", "0"), ("--seconds", "-1"), ("--floor-gib", "nan")])
+@pytest.mark.parametrize(
+    ("flag", "word"), [("--interval-ms", "0"), ("--seconds", "-1"), ("--floor-gib", "nan"), ("--seconds", "x")]
+)
 def test_wrong_numbers(rocline, capsys, flag, word):
     with pytest.raises(SystemExit) as stop:
         rocline(flag, word)
     assert stop.value.code == 2
-    assert "must be at least" in capsys.readouterr().err
+    assert "must be a number of at least" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk: no /dev/full here")
