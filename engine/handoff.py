@@ -295,6 +295,25 @@ class StepRows:
             self.lease.release()
 
 
+@dataclass(frozen=True)
+class FirstStep:
+    """Rows of a decode step before a first visit that is captured, which embeds them where it reads them.
+
+    lookback_i32  [R, N] as in HandOff, on the host
+    table_bf16    [V, D] that they are embedded by
+    """
+
+    spans: tuple[RowSpan, ...]
+    lookback_i32: Tensor
+    table_bf16: Tensor
+    engram: EngramRows | None = None
+    fresh: tuple[FreshRows, ...] = ()
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.spans)
+
+
 Rows = HandOff | StepRows
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import HandOff, RowKind, Rows, StepRows, gathered
+from rocline.engine.handoff import FirstStep, HandOff, RowKind, Rows, StepRows, gathered
 from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.layers.attention import AttentionWeights
@@ -179,7 +179,7 @@ class Stage:
 
     def run(
         self,
-        rows: Rows | Callable[[], Rows],
+        rows: Rows | Callable[[], Rows | FirstStep],
         visit: int = 0,
         *,
         between: Callable[[], None] = lambda: None,
@@ -199,21 +199,23 @@ class Stage:
         # Entering what a worker's thread has entered already takes longer than asking.
         inference = nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
         with inference, scratch.use(self.memory), self.memory.scope():
-            rows = rows() if callable(rows) else rows.copied()
-            for fresh in rows.fresh:
+            given = rows() if callable(rows) else rows.copied()
+            for fresh in given.fresh:
                 if fresh.source in route.stores:
                     self._sides.store(fresh)
                     self._last_keys = fresh.source
-            rows = self._forwarded(rows, route)
-            if record is ignore and (step := self.steps.find(visit, rows)):
-                for span in rows.spans:
+            given = given if isinstance(given, FirstStep) else self._forwarded(given, route)
+            made: Rows
+            if record is ignore and (step := self.steps.find(visit, given)):
+                for span in given.spans:
                     state, window = self.sequences[span.sequence], self.config.sliding_window
                     state.add_row(span.start, work.layers, self._own_pairs[visit], window)
-                rows = self.steps.run(step, rows)
+                made = self.steps.run(step, given)
             else:
-                rows = rows if isinstance(rows, HandOff) else rows.unpacked().copied()
-                rows = self._layers(visit, rows, self._tables(rows), between, record)
-            return replace(rows, lease=self.memory.lease(rows.tensors()))
+                assert not isinstance(given, FirstStep), "only where steps are captured"
+                whole = given if isinstance(given, HandOff) else given.unpacked().copied()
+                made = self._layers(visit, whole, self._tables(whole), between, record)
+            return replace(made, lease=self.memory.lease(made.tensors()))
 
     def room_for(self, visit: int, rows: Rows) -> Tensor | None:
         """Where a captured step reads the piece that these rows lie in; None where they may lie anywhere.

@@ -89,14 +89,18 @@ class StepTables:
         return {
             "pages": ((n, self.sizes.table_width), np.int32),
             "from": ((n,), np.int64),
+            "id": ((n,), np.int32),
             "pair": ((n, 2), np.int32),
             "tiles": ((n, 4), np.int32),
             **dict.fromkeys(integers, ((n,), np.int32)),
             **dict.fromkeys(turns, ((n, width), np.float32)),
         }
 
-    def fill(self, spans: Sequence[RowSpan], states: Sequence[SequenceState]) -> None:
-        """Write the rows of these spans, of one row each, into host_u8; their sequences are in these states."""
+    def fill(self, spans: Sequence[RowSpan], states: Sequence[SequenceState], ids: Sequence[int] = ()) -> None:
+        """Write the rows of these spans, of one row each, into host_u8; their sequences are in these states.
+
+        ids  of each row's token, where a visit embeds them
+        """
         host, sizes, n = self._host, self.sizes, len(spans)
         from_i64 = np.minimum(np.arange(sizes.n_rows), n - 1)
         position = np.array([span.start for span in spans], dtype=np.int64)[from_i64]
@@ -113,6 +117,8 @@ class StepTables:
         host["slot"][:] = ring * slots + position % slots
         for ratio in RATIOS:
             host[f"visible{ratio}"][:] = (position + 1) // ratio
+        if ids:
+            host["id"][:] = np.array(ids)[from_i64]
         self._fill_pairs(position, ring)
         positions = position.tolist()
         self._rope.fill(positions, 0, host["cos_plain"], host["sin_plain"])
@@ -160,12 +166,13 @@ class StepTables:
             RingPlaces(i32("ring"), i32("first"), i32("count"), i32("slot")),
             groups,
         )
-        return StepPlaces(tables, at("from", torch.int64))
+        return StepPlaces(tables, at("from", torch.int64), i32("id"))
 
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """tables of a step's rows; from_i64 [n_rows] which of the rows that are there each is."""
+    """tables of a step's rows; from_i64 [n_rows] which of the rows that are there each is; ids_i32 [n_rows]."""
 
     tables: RowTables
     from_i64: Tensor
+    ids_i32: Tensor

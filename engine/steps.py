@@ -15,7 +15,19 @@ from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import TableRows
-from rocline.engine.handoff import FreshRows, HandOff, Packed, Place, RowKind, Rows, RowSpan, StepRows, copy, reach_for
+from rocline.engine.handoff import (
+    FirstStep,
+    FreshRows,
+    HandOff,
+    Packed,
+    Place,
+    RowKind,
+    Rows,
+    RowSpan,
+    StepRows,
+    copy,
+    reach_for,
+)
 from rocline.engine.kv_side import closed_by
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import StageLayers
@@ -25,6 +37,7 @@ from rocline.engine.sequence import SequenceState
 from rocline.engine.step_tables import ALIGNMENT, StepPlaces, StepRope, StepSizes, StepTables
 from rocline.hip_kernels.binding import shapes_only
 from rocline.hip_kernels.driver import copy_async
+from rocline.hip_kernels.embedding import embedding
 from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.kernel import Kernel, prepare, seen
 from rocline.hip_kernels.rows import copy_rows, gather_rows
@@ -169,8 +182,8 @@ class Steps:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "positions_i32": ((n_rows,), torch.int32),
             "lookback_i32": ((n_rows, config.engram_max_ngram_size), torch.int32),
-            "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16),
             "pre_f32": ((n_rows, config.hc_mult), torch.float32),
+            "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16),
         }
         if any(role.has_indexer for role in before):
             shapes["selected_i32"] = (n_rows, config.index_topk), torch.int32
@@ -183,30 +196,36 @@ class Steps:
             end += prod(shape) * dtype.itemsize
         return Packed(scratch.u8(end), len(tables.host_u8), tuple(places))
 
-    def find(self, visit: int, rows: Rows) -> Step | None:
-        """The step that these rows may run as."""
-        n_rows = rows.n_rows
-        if not self._row_counts or not 0 < n_rows <= self._row_counts[-1] or not all(map(_is_step, rows.spans)):
-            return None
-        step = self._steps[visit, next(n for n in self._row_counts if n >= n_rows)]
-        return step if isinstance(rows, HandOff) or rows.packed.is_laid_out_as(step.inputs) else None
+    def has(self, spans: Sequence[RowSpan]) -> bool:
+        """Whether rows of these spans run as steps, in every visit."""
+        return bool(self._row_counts) and 0 < len(spans) <= self._row_counts[-1] and all(map(_is_step, spans))
 
-    def run(self, step: Step, rows: Rows) -> StepRows:
+    def find(self, visit: int, rows: Rows | FirstStep) -> Step | None:
+        """The step that these rows may run as."""
+        if not self.has(rows.spans):
+            return None
+        step = self._steps[visit, next(n for n in self._row_counts if n >= len(rows.spans))]
+        return step if not isinstance(rows, StepRows) or rows.packed.is_laid_out_as(step.inputs) else None
+
+    def run(self, step: Step, rows: Rows | FirstStep) -> StepRows:
         """A visit's rows, in this thread's memory, from what enters it there; StepRows may lie in step.inputs already.
 
         Raises RuntimeError where a sequence does not hold what its row reads.
         """
-        spans, from_i64 = rows.spans, step.places.from_i64
+        spans, inputs = rows.spans, step.inputs
         states = [self._sequences[span.sequence] for span in spans]
         rings = tuple(state.ring_number for state in states)
-        if isinstance(rows, StepRows) and rows.packed.data_u8 is not step.inputs.data_u8:
-            _copy_bytes(rows.packed.data_u8, step.inputs.data_u8)
-        if isinstance(rows, HandOff) or rows.rings != rings:
-            step.tables.fill(spans, states)
-            scratch.put(step.tables.host_u8, step.inputs.tables_u8)
-        if isinstance(rows, HandOff):
-            for field, into in step.inputs.tensors().items():
-                _fill(into, getattr(rows, field), from_i64)
+        if isinstance(rows, FirstStep):
+            self._begin(step, rows, states)
+        elif isinstance(rows, HandOff):
+            self._put_tables(step, spans, states)
+            for field, into in inputs.tensors().items():
+                _fill(into, getattr(rows, field), step.places.from_i64)
+        else:
+            if rows.packed.data_u8 is not inputs.data_u8:
+                _copy_bytes(rows.packed.data_u8, inputs.data_u8)
+            if rows.rings != rings:
+                self._put_tables(step, spans, states)
         engram = rows.engram
         for layer, into_rows in step.engram.layers.items():
             assert engram is not None
@@ -220,6 +239,31 @@ class Steps:
         _copy_bytes(step.made.data_u8, made_u8)
         packed = Packed(made_u8, step.made.n_table_bytes, step.made.places)
         return StepRows(spans, packed, rings, (*rows.fresh, *self._fresh(step.fresh, spans)), engram=engram)
+
+    def _put_tables(
+        self, step: Step, spans: Sequence[RowSpan], states: Sequence[SequenceState], ids: Sequence[int] = ()
+    ) -> None:
+        step.tables.fill(spans, states, ids)
+        scratch.put(step.tables.host_u8, step.inputs.tables_u8)
+
+    def _begin(self, step: Step, rows: FirstStep, states: Sequence[SequenceState]) -> None:
+        """What enters the first layer: two copies from the host, and the embedding."""
+        inputs, n_rows = step.inputs, step.tables.sizes.n_rows
+        lookback_i32 = _padded(rows.lookback_i32, n_rows)
+        self._put_tables(step, rows.spans, states, rows.lookback_i32[:, 0].tolist())
+        positions_i32 = torch.tensor([span.start for span in rows.spans], dtype=torch.int32)
+        pre_f32 = torch.zeros((n_rows, self._config.hc_mult))
+        pre_f32[:, 0] = 1.0  # the first sublayer collapses stream 0 alone
+        host = {"positions_i32": _padded(positions_i32, n_rows), "lookback_i32": lookback_i32, "pre_f32": pre_f32}
+        first, *_, last = places = [place for place in inputs.places if place.field in host]
+        end = last.start + host[last.field].nbytes
+        together_u8 = torch.zeros(end - first.start, dtype=torch.uint8)
+        for place in places:
+            at = place.start - first.start
+            data_u8 = host[place.field].contiguous().view(-1).view(torch.uint8)
+            together_u8[at : at + len(data_u8)] = data_u8
+        scratch.put(together_u8, inputs.data_u8[first.start : end])
+        embedding(step.places.ids_i32, rows.table_bf16, inputs.tensors()["streams_bf16"])
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
         """Of the fresh rows those that the spans close."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rocline.engine.config import ModelConfig
-from rocline.engine.home import HipHome, Home, HostHome, PaperHome, Part
+from rocline.engine.home import HipHome, Home, HostHome, PaperHome, Part, fence
 from rocline.engine.layout import expected_tensors
 from rocline.engine.pages import Pages, scored_sources
 from rocline.engine.routes import StageLayers, routes
@@ -17,7 +17,7 @@ from rocline.hip_kernels.driver import devices
 from rocline.pipeline.costs import CostModel
 from rocline.pipeline.options import HOST_ARENA_GIB, Options
 from rocline.pipeline.placement import PlacedStage, Placement, PlacementError, host_placement
-from rocline.pipeline.plan import HEADROOM_FLOOR_BYTES, Plan, Request, make_plan
+from rocline.pipeline.plan import HEADROOM_FLOOR_BYTES, Plan, Request, make_plan, shortage
 from rocline.pipeline.transport import InProcess, PeerCopies, Transport
 
 GIB = 1 << 30
@@ -38,12 +38,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Of each stage, in order: the stage itself, where it lives, and the weights of its device."""
+    """Of each stage, in order: the stage itself, where it lives, and its device's weights; homes also by device."""
 
     stages: tuple[Stage, ...]
     homes: tuple[Home, ...]
     weights: tuple[ModelWeights, ...]
     transport: Transport
+    on_device: tuple[tuple[Home, ...], ...]
 
     def capture_steps(self, most_rows: int, context: int) -> None:
         """Capture every stage's decode steps of up to most_rows rows, where that is done. No sequence may be open.
@@ -53,6 +54,12 @@ class Assembly:
         for stage, home in zip(self.stages, self.homes, strict=True):
             if memory_of := home.step_memory():
                 stage.capture_steps(memory_of, most_rows, context)
+
+    def fence(self) -> None:
+        """Whatever any stage queues from now on comes after what the others on its device have queued: on a card with
+        several, one may still be at work in pages that come back."""
+        for homes in self.on_device:
+            fence(homes)
 
 
 def lay_out(config: ModelConfig, options: Options, context: int, kv_tokens: int, source: WeightSource) -> Layout:
@@ -110,9 +117,8 @@ def _check_room(plan: Plan, arenas: Sequence[int]) -> None:
         headroom = memory.headroom - sum(arenas[number] - plan.arena_bytes[number] for number in stages)
         if headroom < HEADROOM_FLOOR_BYTES:
             raise PlacementError(
-                f"arenas of {sum(arenas[number] for number in stages) / GIB:.2f} GiB leave device {device} "
-                f"{headroom / GIB:.2f} GiB of headroom, want {HEADROOM_FLOOR_BYTES / GIB:.1f} (GiB: {memory}); lower "
-                "--arena-gib, or leave it out"
+                f"arenas of {sum(arenas[number] for number in stages) / GIB:.2f} GiB need {shortage(headroom, device)} "
+                f"(GiB, with the planned arena: {memory}); lower --arena-gib, or leave it out"
             )
 
 
@@ -154,7 +160,16 @@ def assemble(
         )
         for number, (stage, home, arena_bytes) in enumerate(zip(placed, homes, layout.arena_bytes, strict=True))
     ]
-    return Assembly(tuple(stages), tuple(homes), tuple(weights[stage.device] for stage in placed), _transport(layout))
+    on_device: dict[int, list[Home]] = {}
+    for stage, home in zip(placed, homes, strict=True):
+        on_device.setdefault(stage.device, []).append(home)
+    return Assembly(
+        tuple(stages),
+        tuple(homes),
+        tuple(weights[stage.device] for stage in placed),
+        _transport(layout),
+        tuple(map(tuple, on_device.values())),
+    )
 
 
 def _home(config: ModelConfig, options: Options, layout: Layout, stage: PlacedStage) -> Home:

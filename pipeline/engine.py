@@ -23,13 +23,13 @@ from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
 from rocline.engine.digest import LogitsDigest, ids_sha256
 from rocline.engine.engram import load_id_map
-from rocline.engine.engram_ahead import EngramAhead, Gathered
+from rocline.engine.engram_ahead import EngramAhead
 from rocline.engine.generation import check_prompt
-from rocline.engine.handoff import HandOff, Rows, reach_for
-from rocline.engine.home import Home, fence
+from rocline.engine.handoff import FirstStep, HandOff, Rows, reach_for
 from rocline.engine.layers.head import embed_rows, lookback_rows
 from rocline.engine.pages import PAGE_POSITIONS, Pages
 from rocline.engine.sampling import SamplerState
+from rocline.engine.stage import Stage
 from rocline.engine.weights import ModelWeights, StoredWeights, WeightSource
 from rocline.pipeline.assembly import Assembly, assemble, lay_out
 from rocline.pipeline.costs import CostModel
@@ -303,9 +303,12 @@ class Engine:
     def is_stale(self, job: Job) -> bool:
         return not any(entry.number in self._running for entry in job.entries)
 
-    def first_rows(self, task: Task) -> HandOff:
-        job, weights = task.job, self._assembly.weights[self._path[0][0]]
-        return embed_rows(self.config.text_config, weights.embed_bf16, job.spans, _ids(job), task.engram)
+    def first_rows(self, task: Task, stage: Stage) -> HandOff | FirstStep:
+        job, table_bf16 = task.job, self._assembly.weights[self._path[0][0]].embed_bf16
+        if stage.steps.has(job.spans):
+            return FirstStep(job.spans, task.lookback_i32, table_bf16, task.engram)
+        text = self.config.text_config
+        return embed_rows(text, table_bf16, job.spans, _ids(job), task.engram, task.lookback_i32)
 
     def answers(self, task: Task, rows: Rows) -> dict[int, Answer] | None:
         if task.place < len(self._path) - 1:
@@ -399,28 +402,16 @@ class Engine:
             for worker in self._workers:
                 worker.stage.close(entry.number)
         if retired:
-            self._fence()
+            self._assembly.fence()  # their pages go to others
         for entry in self._schedule.opened():
             for worker in self._workers:
                 worker.stage.open(entry.number, entry.page_table)
         for job in jobs:
-            self._put(Task(job, self._gathered(job), self._times(job)))
+            lookback_i32 = lookback_rows(self.config.text_config, job.spans, _ids(job))
+            engram = self._ahead.start(lookback_i32) if self._ahead else None  # threads begin to gather
+            self._put(Task(job, lookback_i32, engram, self._times(job)))
         if self._schedule.is_idle:
             self._lock.notify_all()
-
-    def _fence(self) -> None:
-        """Pages that came back go to others, and on a card with several stages one may still be at work in them."""
-        homes: dict[int, list[Home]] = {}
-        for placed, home in zip(self.placement.stages, self._assembly.homes, strict=True):
-            homes.setdefault(placed.device, []).append(home)
-        for on_device in homes.values():
-            fence(on_device)
-
-    def _gathered(self, job: Job) -> Gathered | None:
-        """Table rows for the job, which the host begins to gather now that its ids are known."""
-        if self._ahead is None:
-            return None
-        return self._ahead.start(lookback_rows(self.config.text_config, job.spans, _ids(job)))
 
     def _times(self, job: Job) -> int:
         """Of decode steps one in SHOWN_STEPS is timed, from the first on: asking HIP when each visit of each began and

@@ -9,11 +9,12 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.answer import Answer
 from rocline.engine.engram_ahead import Gathered
-from rocline.engine.handoff import HandOff, Rows
+from rocline.engine.handoff import FirstStep, HandOff, Rows
 from rocline.engine.home import Home
 from rocline.engine.marks import Moment
 from rocline.engine.row_checks import BadRow
@@ -37,14 +38,16 @@ MOST_LASTING = 64  # things that the timeline does not have yet
 class Task:
     """A job on its way.
 
-    timed   of a decode step: how many steps it stands for on the timeline; 0: it is not shown
-    place   on the path: the visit that is next
-    engram  table rows on their way for it; None for a model without Engram
-    rows    for that visit; None before the first
-    sender  worker and visit that made `rows`: it makes no further chunk before they are copied
+    lookback_i32  [R, N] of its rows, as in HandOff, on the host
+    engram        table rows on their way for it; None for a model without Engram
+    timed         of a decode step: how many steps it stands for on the timeline; 0: it is not shown
+    place         on the path: the visit that is next
+    rows          for that visit; None before the first
+    sender        worker and visit that made `rows`: it makes no further chunk before they are copied
     """
 
     job: Job
+    lookback_i32: Tensor
     engram: Gathered | None = None
     timed: int = 1
     place: int = 0
@@ -73,8 +76,8 @@ class Line(Protocol):
     def is_stale(self, job: Job) -> bool:
         """Whether no request of the job wants its rows any more."""
 
-    def first_rows(self, task: Task) -> HandOff:
-        """A task's rows as the path begins, in the memory of the calling thread."""
+    def first_rows(self, task: Task, stage: Stage) -> HandOff | FirstStep:
+        """A task's rows as the path begins, in the memory of the calling thread, for the stage that it begins on."""
 
     def answers(self, task: Task, rows: Rows) -> dict[int, Answer] | None:
         """What comes of the rows that a visit has made, by sequence; None when they go on to another visit."""
@@ -329,10 +332,10 @@ class Worker:
                 self._sent[visit] = task.rows
         return answers
 
-    def _rows_for(self, task: Task, visit: int) -> Rows:
+    def _rows_for(self, task: Task, visit: int) -> Rows | FirstStep:
         """The task's rows in this stage's memory, called inside the stage's run."""
         if not task.rows or not task.sender:
-            return self._line.first_rows(task)
+            return self._line.first_rows(task, self.stage)
         (sender, _), stage, job = task.sender, self.stage, task.job
         began = None if job.is_step else self._clock.mark()  # a step's copy is too short to be shown
         room_u8 = stage.room_for(visit, task.rows)

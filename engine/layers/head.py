@@ -47,16 +47,18 @@ def embed_rows(
     spans: tuple[RowSpan, ...],
     ids: Mapping[int, Sequence[int]],
     engram: EngramRows | None = None,
+    lookback_i32: Tensor | None = None,
 ) -> HandOff:
     """The first hand-off of the spans' rows.
 
     In a stage's memory where that is used, until the scope around the call ends: there it is what Stage.run takes as
     a function. In plain host memory elsewhere; its release does nothing.
 
-    ids     each sequence's token ids, at least up to its span's end
-    engram  table rows of lookback_rows of the same spans, as from EngramAhead.start
+    ids           each sequence's token ids, at least up to its span's end
+    engram        table rows of lookback_rows of the same spans, as from EngramAhead.start
+    lookback_i32  lookback_rows of them, if they are known
     """
-    lookback_i32 = lookback_rows(config, spans, ids)
+    lookback_i32 = lookback_rows(config, spans, ids) if lookback_i32 is None else lookback_i32
     n_rows, n = len(lookback_i32), config.hc_mult
     streams_bf16 = scratch.bf16(n_rows, n, config.hidden_size)
     pre_f32 = torch.zeros((n_rows, n))
