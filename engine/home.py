@@ -373,7 +373,6 @@ def _side(place: Choice, role: LayerRole, weights: SideWeights) -> SideWeights:
         compressor
         and CompressorWeights(
             prepare(latent, compressor.wkv_bf16),
-            None if compressor.wgate_bf16 is None else prepare(latent, compressor.wgate_bf16),
             put(compressor.norm_bf16),
             prepare("index_key", compressor.wk_bf16),
             put(compressor.k_norm_bf16),

@@ -42,13 +42,13 @@ class KvSides:
         """Make and store what each span closes."""
         config, fresh = self.config, []
         if role.ratio == 2:
-            planes_f32 = compressor.pair_rows(config, weights, u_bf16)
+            tokens_f32 = compressor.projection(config, weights, 2, u_bf16)
         else:
             latents_bf16 = compressor.single_latent(config, weights, u_bf16)
         for span, place in rows.slices():
             if role.ratio == 2:
                 ring = self.sequences[span.sequence].pairs[role.layer]
-                latent = compressor.pooled_latent(config, weights, ring, span, planes_f32[:, place])
+                latent = compressor.pooled_latent(config, weights, ring, span, tokens_f32[place])
             else:
                 latent = latents_bf16[place]
             if span.keeps_rows and len(latent):
@@ -67,7 +67,7 @@ class KvSides:
         record: Recorder,
         forwards: bool,
     ) -> list[FreshRows]:
-        """Make and store what all spans close, the same bytes, from pair_rows [2, R, hd] or projections [R, hd].
+        """Make and store what all spans close, the same bytes, from what compressor.projection made of the rows.
 
         Returned for later visits, where there are any.
         """
@@ -80,12 +80,13 @@ class KvSides:
             for span in rows.spans:
                 if span.start % 2 and span.keeps_rows and span.n_rows:
                     self.sequences[span.sequence].pairs[source].check(span.start - 1, span.start)
-            taken = Pairs(projected[0], projected[1], room_f32.flatten(0, 1), groups.pair_i32, groups.slot_i32)
+            held_f32 = room_f32.flatten(0, 1)
+            taken = Pairs(projected[:, 0], projected[:, 1], held_f32, groups.pair_i32, groups.slot_i32)
         made = compressor.store_rows(self.config, weights, taken, groups, tables.page_tables_i32, pools)
         fresh, start = [], 0
         for span, place in rows.slices():
             if role.ratio == 2:
-                self._hold(source, span, projected[:, place])
+                self._hold(source, span, projected[place])
             n = closed_by(span, role.ratio)
             own, start = slice(start, start + n), start + n
             if not n or not span.keeps_rows:
@@ -100,12 +101,12 @@ class KvSides:
                 fresh.append(FreshRows(source, span.sequence, span.start // role.ratio, *parts))
         return fresh
 
-    def _hold(self, source: int, span: RowSpan, planes_f32: Tensor) -> None:
+    def _hold(self, source: int, span: RowSpan, tokens_f32: Tensor) -> None:
         """Move the ring of open pairs past the span. The kernel that pools has written few tokens there already; more
         would lie where a pair is read from."""
         ring = self.sequences[span.sequence].pairs[source]
         if span.n_rows > REWIND_ROWS:
-            ring.append(span.start, planes_f32.transpose(0, 1))
+            ring.append(span.start, tokens_f32)
         elif span.n_rows:
             ring.note(span.start, span.n_rows)
 

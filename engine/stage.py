@@ -334,12 +334,11 @@ class Stage:
         if role.ratio not in running.tables.groups:
             fresh = self._sides.one_by_one(role, side, rows, u_bf16, record)
         else:
-            if role.ratio == 2:
-                projected = compressor.pair_rows(config, side, u_bf16)
-            elif entered and isinstance(weights, LayerWeights) and weights.indexer and self._is_prepared(role):
-                projected, raw_bf16 = indexer.latent_and_head_weights(config, side, weights.indexer, u_bf16)
+            if entered and isinstance(weights, LayerWeights) and weights.indexer and self._is_prepared(role):
+                both = side, role.ratio, weights.indexer, u_bf16
+                projected, raw_bf16 = indexer.projection_and_head_weights(config, *both)
             else:
-                projected = compressor.latent_projection(config, side, u_bf16)
+                projected = compressor.projection(config, side, role.ratio, u_bf16)
             forwards = role.layer in self.routes[self.visits.index(work)].forwards
             fresh = self._sides.together(role, side, rows, running.tables, projected, record, forwards)
         if any(span.keeps_rows and closed_by(span, role.ratio) for span in rows.spans):
@@ -401,9 +400,9 @@ class Stage:
                 running = replace(running, rows=self._select(role, weights, running, u_bf16, low.qr_bf16, record))
         record(layer, "qr", low.qr_bf16)
         record(layer, "q", q_bf16)
-        self._attend(role, w, running, all_rows, fresh_u8, rings, q_bf16)
-        record(layer, "o", q_bf16)
-        out_bf16 = attention.project_out(config, w, q_bf16)
+        heads_bf16 = self._attend(role, w, running, all_rows, fresh_u8, rings, q_bf16)
+        record(layer, "o", heads_bf16)
+        out_bf16 = attention.project_out(config, w, heads_bf16)
         record(layer, "attn_out", out_bf16)
         _record_mix(record, layer, "hc_attn", mixed)
         return running, streams.Unmixed(out_bf16, mixed)
@@ -427,9 +426,11 @@ class Stage:
         fresh_u8: Tensor,
         rings: RingPlaces | None,
         q_bf16: Tensor,
-    ) -> None:
-        """Turn the queries of `running` into head outputs. fresh_u8 are the window rows of all_rows, or where they lie
-        in the rings already."""
+    ) -> Tensor:
+        """Head outputs of the queries of `running`, whose place they may have taken.
+
+        fresh_u8 are the window rows of all_rows, or where they lie in the rings already.
+        """
         rows, tables = running.rows, running.tables
         compressed = None
         if role.kv_source is not None and rows.selected_i32 is not None:
@@ -440,8 +441,9 @@ class Stage:
             room_u8 = self._windows[role.layer].together
             assert room_u8 is not None
             windows = Windows(room_u8, rings.ring_i32, rings.first_i32, rings.count_i32, window)
-            attend(q_bf16, windows, compressed, sink_f32, *turn, q_bf16)
-            return
+            heads_bf16 = attention.heads_room(q_bf16, compressed)
+            attend(q_bf16, windows, compressed, sink_f32, *turn, heads_bf16)
+            return heads_bf16
         for at, ((span, place), (_, tail)) in enumerate(zip(all_rows.slices(), rows.slices(), strict=True)):
             ring = self.sequences[span.sequence].windows[role.layer]
             seen = attention.span_windows(window, ring, span, fresh_u8[place], len(q_bf16[tail]))
@@ -454,6 +456,7 @@ class Stage:
                 )
                 cos_f32, sin_f32 = turn.cos_f32[tail], turn.sin_f32[tail]
                 attend(q_bf16[tail], seen, own, sink_f32, cos_f32, sin_f32, q_bf16[tail])
+        return q_bf16
 
     def _select_prepared(
         self, role: LayerRole, running: _Running, index_bf16: Tensor, head_weights_bf16: Tensor, record: Recorder

@@ -298,9 +298,11 @@ def side_weights(loaded: Mapping[str, Tensor], config: TextConfig, layer: int) -
 
     compressor = None
     if role.owns_rows:
+        wkv_bf16 = get("attn.compressor.wkv.weight")
+        if role.ratio == 2:  # one product makes both
+            wkv_bf16 = torch.cat((wkv_bf16, get("attn.compressor.wgate.weight")))
         compressor = CompressorWeights(
-            get("attn.compressor.wkv.weight"),
-            get("attn.compressor.wgate.weight") if role.ratio == 2 else None,
+            wkv_bf16,
             get("attn.compressor.norm.weight"),
             get("attn.indexer.wk.weight"),
             get("attn.indexer.k_norm.weight"),

@@ -15,9 +15,12 @@ from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import Kernel, launch
 
 TILE, BLOCK, HALF, QUARTERS = 16, 64, 32, 4
+COLUMNS = 128  # of a workgroup of attention_window
 MOST_SLOTS = 640  # of a list: the release's 128 and 512
 # Up to so many rows, many workgroups share a row; more are quicker with a workgroup each.
 FEW_ROWS = 16
+# Up to so many that have only their window, of heads of these widths, do so in one launch.
+FEW_WINDOWS, WINDOW_WIDTHS = 4, (128, 256, 512)
 ENOUGH_WORKGROUPS = 96  # of attention_scores: what gfx1100 holds at once
 
 
@@ -48,6 +51,23 @@ def _value_lds_bytes(width: int) -> int:
     return TILE * (MOST_SLOTS + 8) * 2 + floats * 4 + TILE * (_columns(width) + 8) * 2
 
 
+def _own_heads(n_heads: int) -> int:
+    """Of a workgroup of attention_window."""
+    return min(TILE, n_heads)
+
+
+def _window_kernel(n_heads: int, width: int) -> Kernel:
+    own_heads = _own_heads(n_heads)
+    return Kernel(
+        "attention.hip",
+        "attention_window",
+        "P" * 9 + "iiif",
+        threads=32 * min(16, width // TILE),
+        defines={"HEADS": own_heads, "ROW_HEADS": n_heads, "WIDTH": width},
+        lds_bytes=_lds_bytes(own_heads, width, MOST_SLOTS),
+    )
+
+
 def _parts(n_rows: int, n_halves: int) -> int:
     """Halves of a workgroup of attention_scores: one, until there are enough workgroups."""
     return min(n_halves, -(-n_rows * n_halves // ENOUGH_WORKGROUPS))
@@ -55,9 +75,10 @@ def _parts(n_rows: int, n_halves: int) -> int:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Of one shape: a workgroup a row, and the two launches of few rows."""
+    """Of one shape: a workgroup a row, the one launch of few windows alone, and the two of few rows."""
 
     whole: Kernel
+    window: Kernel
     scores: Kernel
     values: Kernel
 
@@ -74,6 +95,7 @@ def _kernels(n_heads: int, width: int) -> _Kernels:
             defines=defines,
             lds_bytes=_lds_bytes(n_heads, width, MOST_SLOTS),
         ),
+        _window_kernel(n_heads, width),
         Kernel(
             "attention_few.hip",
             "attention_scores",
@@ -94,7 +116,7 @@ def _kernels(n_heads: int, width: int) -> _Kernels:
 
 
 _RELEASE = _kernels(64, 512)
-RELEASE_KERNELS = (_RELEASE.whole, _RELEASE.scores, _RELEASE.values)
+RELEASE_KERNELS = (_RELEASE.whole, _RELEASE.window, _RELEASE.scores, _RELEASE.values)
 
 
 @dataclass(frozen=True)
@@ -149,9 +171,21 @@ def list_slots(windows: Windows, selected: Selected | None) -> int:
     return -(-(windows.size + n_selected) // BLOCK) * BLOCK
 
 
-def room_bytes(n_rows: int, n_heads: int, width: int, n_slots: int) -> int:
-    """What attention_hip needs between its two launches for few rows; 0 for more rows than FEW_ROWS."""
-    return sum(_room_parts(n_rows, n_heads, width, n_slots)) if n_rows <= FEW_ROWS else 0
+def shares_windows(q_bf16: Tensor, selected: Selected | None) -> bool:
+    """Whether one launch serves few rows that have only their window, if outputs do not take the queries' place."""
+    return selected is None and len(q_bf16) <= FEW_WINDOWS and q_bf16.shape[2] in WINDOW_WIDTHS
+
+
+def _are_windows_shared(q_bf16: Tensor, selected: Selected | None, out_bf16: Tensor) -> bool:
+    return shares_windows(q_bf16, selected) and out_bf16.data_ptr() != q_bf16.data_ptr()
+
+
+def room_bytes(q_bf16: Tensor, windows: Windows, selected: Selected | None, out_bf16: Tensor) -> int:
+    """What attention_hip needs between its two launches for few rows; 0 where one serves."""
+    n_rows, n_heads, width = q_bf16.shape
+    if n_rows > FEW_ROWS or _are_windows_shared(q_bf16, selected, out_bf16):
+        return 0
+    return sum(_room_parts(n_rows, n_heads, width, list_slots(windows, selected)))
 
 
 def _room_parts(n_rows: int, n_heads: int, width: int, n_slots: int) -> tuple[int, int, int]:
@@ -171,7 +205,7 @@ def attention_hip(
 ) -> None:
     """Fill out_bf16 [R, H, D], which may be q_bf16 itself, on the current stream; see attention.attention.
 
-    sink_f32 [H]. room_u8 [n], n at least room_bytes(R, H, D, list_slots(windows, selected)); None where that is 0.
+    sink_f32 [H]. room_u8 [n], n at least room_bytes of the same tensors; None where that is 0.
     With `turn` the last rope_dim channels of every head output are rotated back: the bits of rope_hip with
     inverse=True after this. Packed rows start where 16 bytes do, if a row is as many times 16.
 
@@ -183,7 +217,7 @@ def attention_hip(
     n_rows, n_heads, width = q_bf16.shape
     _check(q_bf16, windows, selected, sink_f32, out_bf16, turn)
     n_slots = list_slots(windows, selected)
-    wanted_bytes = room_bytes(n_rows, n_heads, width, n_slots)
+    wanted_bytes = room_bytes(q_bf16, windows, selected, out_bf16)
     if wanted_bytes and (room_u8 is None or room_u8.dtype != torch.uint8 or room_u8.nbytes < wanted_bytes):
         given = "none" if room_u8 is None else f"{room_u8.dtype} {list(room_u8.shape)}"
         raise BindError(f"attention: room_u8 is {given}, want {wanted_bytes} bytes for {n_rows} rows; see room_bytes")
@@ -203,6 +237,13 @@ def attention_hip(
     if room_u8 is not None and wanted_bytes:
         parts = room_u8[:wanted_bytes].split(_room_parts(n_rows, n_heads, width, n_slots))
         _launch_few(q_bf16, lists, sizes, n_slots, parts, at_end, last, out_bf16)
+    elif _are_windows_shared(q_bf16, selected, out_bf16):
+        launch(
+            _kernels(n_heads, width).window,
+            grid=(n_rows, _tiles(n_heads) * (width // COLUMNS)),
+            args=(out_bf16, q_bf16, *lists[:4], *at_end, *sizes[:2], *last),
+            lds_bytes=_lds_bytes(_own_heads(n_heads), width, n_slots),
+        )
     else:
         launch(
             _kernels(n_heads, width).whole,

@@ -1,6 +1,7 @@
 // attention_terms.hip.h: what attention's kernels share: a row's list, its slots decoded, scores of half a block,
 // weights, and head outputs on their way out (backbone.md section 5.4 to 5.6). For attention.hip, where a workgroup
-// does a row, and attention_few.hip, where many do: by the same steps, so that a row's bits are the same.
+// does a row or, with ROW_HEADS, many do a row that has only its window, and attention_few.hip, where many do any row:
+// by the same steps, so that a row's bits are the same.
 //
 // The list goes by in blocks of 64 slots, which is where the running maximum moves, and a block in halves of 32 rows
 // decoded to BF16: all 64 would fill the LDS.
@@ -10,7 +11,14 @@
 constexpr int kTile = 16, kHeadTiles = (HEADS + kTile - 1) / kTile, kQuarters = 4;
 constexpr int kBlock = 64, kHalf = kBlock / 2, kHalfTiles = kHalf / kTile;
 constexpr int kOwnSteps = WIDTH / kQuarters / kTile;
-constexpr int kWaves = kQuarters * kHeadTiles, kThreads = 32 * kWaves;  // of a workgroup that has all heads
+#if defined(ROW_HEADS)
+constexpr bool kWindowOnly = true;
+constexpr int kWaves = WIDTH / kTile < 16 ? WIDTH / kTile : 16;  // as many as have a run of a row each
+#else
+constexpr bool kWindowOnly = false;
+constexpr int kWaves = kQuarters * kHeadTiles;  // of a workgroup that has all heads
+#endif
+constexpr int kThreads = 32 * kWaves;
 static_assert(WIDTH % (kQuarters * kTile * kHeadTiles) == 0, "what waves share is whole tiles");
 constexpr int kStride = WIDTH + 8;  // 16 rows' pieces fall on different banks
 constexpr int kWindowBytes = WIDTH + WIDTH / 32, kCompressedBytes = WIDTH / 2 + WIDTH / 16;
@@ -81,7 +89,7 @@ template <int kInts, int kRowBytes> RL_DEV void load_ints(int* to, const rl_u8* 
 template <int kRuns, int kStep> RL_DEV Packed<kRuns> fetch(const List& list, int slot, int place, int channel) {
   Packed<kRuns> p = {};
   if (place < 0) return p;
-  if (slot < list.n_window) {
+  if (kWindowOnly || slot < list.n_window) {
     p.bits = 8;
     const rl_u8* row = list.window + (rl_i64)place * kWindowBytes;
     const rl_u8* codes = row + channel;
@@ -113,7 +121,7 @@ template <int kRuns, int kStep> RL_DEV void put(rl_u16* at, const Packed<kRuns>&
     if (p.bits == 8) {
       low = e4m3_values(p.codes[i][0], p.codes[i][1], scale);
       high = e4m3_values(p.codes[i][2], p.codes[i][3], scale);
-    } else if (p.bits == 4) {
+    } else if (!kWindowOnly && p.bits == 4) {
       const E2m1Table table = e2m1_table(scale);
       low = rl::look_up(table.pairs, p.codes[i][0]);
       high = rl::look_up(table.pairs, p.codes[i][1]);
@@ -172,7 +180,7 @@ RL_DEV QueryRows fetch_queries(const rl_u16* row) {
 }
 // Passes barriers; another is wanted before `rows` is written again.
 RL_DEV void spread_queries(Queries& q, const QueryRows& r, rl_u16* rows) {
-  const int tile = rl::wave() / kQuarters, channel0 = rl::wave() % kQuarters * kOwnSteps * kTile;
+  const int tile = kHeadTiles == 1 ? 0 : rl::wave() / kQuarters, channel0 = rl::wave() % kQuarters * kOwnSteps * kTile;
 #pragma unroll
   for (int time = 0; time < kSpreadTimes; ++time) {
     if (time) rl_sync();

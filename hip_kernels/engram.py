@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rocline.hip_kernels.binding import bind_dims, in_vectors, operator, run_slabs
 from rocline.hip_kernels.formats import e4m3_decode, e8m0_decode
+from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.mhc import mhc_merge
 
 GATE_FLOOR = 1e-6
@@ -175,3 +176,32 @@ def engram_merge(
         mhc_merge(sublayer_bf16, streams_bf16, post_f32, comb_f32, streams_bf16)
     alive_u8 = (lookback_i32[:, 0] >= 0).to(torch.uint8)
     engram_gate(streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, alive_u8, eps, streams_bf16, gates_f32)
+
+
+@operator
+def engram_add(
+    codes_e4m3: Tensor,
+    scales_e8m0: Tensor,
+    wkv: Fp8Weight,
+    values_bf16: Tensor,
+    kv_bf16: Tensor,
+    streams_bf16: Tensor,
+    sublayer_bf16: Tensor | None,
+    post_f32: Tensor | None,
+    comb_f32: Tensor | None,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    lookback_i32: Tensor,
+    eps: float,
+    gates_f32: Tensor,
+) -> None:
+    """engram_decode of table rows, fp8_linear with wkv, and engram_merge.
+
+    codes_e4m3   [R, C, d], scales_e8m0 [R, C, d/32]
+    values_bf16  [R, C * d] and kv_bf16 [R, (n+1) * D] are room for what lies between
+    """
+    by_column_bf16 = values_bf16.view(-1, codes_e4m3.shape[2])
+    engram_decode(codes_e4m3.flatten(0, 1), scales_e8m0.flatten(0, 1), by_column_bf16)
+    fp8_linear(values_bf16, wkv, kv_bf16)
+    at_end = q_weight_bf16, k_weight_bf16, lookback_i32, eps, gates_f32
+    engram_merge(streams_bf16, sublayer_bf16, post_f32, comb_f32, kv_bf16, *at_end)

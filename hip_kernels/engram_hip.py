@@ -1,4 +1,5 @@
-"""Engram on the GPU: table rows that the host has gathered, and the gated addition (backbone.md section 11.4, 11.5)."""
+"""Engram on the GPU: table rows that the host has gathered, and the gated addition (backbone.md section 11.4, 11.5);
+of few rows all of it in one launch, with the same bits."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from rocline.hip_kernels.binding import BindError, bind_dims
 from rocline.hip_kernels.kernel import Kernel, launch
+from rocline.hip_kernels.linear_hip import FEW_LDS_BYTES, FEW_TILES, WAVES, segments_of
+from rocline.hip_kernels.weight_tiles import STEP, TILE, WeightTiles
 
 THREADS, STREAMS = 256, 4
-
+FEW_ROWS = 2  # one workgroup adds them; at most 8
 
 _DECODE = Kernel("engram_rows.hip", "engram_decode", "PPPi", threads=THREADS)
 
@@ -23,7 +26,19 @@ def _gate(width: int) -> Kernel:
     return Kernel("engram.hip", "engram_gate", arguments, threads=32 * STREAMS, defines=defines, lds_bytes=lds_bytes)
 
 
-RELEASE_KERNELS = (_DECODE, _gate(5120))
+@cache
+def _few(width: int, n_in: int) -> Kernel:
+    lds_bytes, defines = _few_lds_bytes(FEW_ROWS, n_in), {"WIDTH": width}
+    arguments = "P" * 14 + "iiiiiiff"
+    return Kernel("engram.hip", "engram_few", arguments, threads=32 * WAVES, defines=defines, lds_bytes=lds_bytes)
+
+
+def _few_lds_bytes(n_rows: int, n_in: int) -> int:
+    """A word, a tile of columns a wave and so many rounded rows; in the place of these the waves' sums later."""
+    return 16 + max(FEW_LDS_BYTES, (WAVES * TILE * (STEP + 8) + n_rows * (n_in + 8)) * 2)
+
+
+RELEASE_KERNELS = (_DECODE, _gate(5120), _few(5120, 6144))
 
 
 def engram_decode_hip(codes_e4m3: Tensor, scales_e8m0: Tensor, out_bf16: Tensor) -> None:
@@ -90,6 +105,61 @@ def engram_merge_hip(
         numbers = (lookback_i32.shape[1], eps, width**-0.5)
         lds_bytes = 0 if sublayer_bf16 is None else STREAMS * width * 2
         launch(_gate(width), grid=(n_rows, 1), args=(streams_bf16, gates_f32, *operands, *numbers), lds_bytes=lds_bytes)
+
+
+def engram_few_hip(
+    codes_e4m3: Tensor,
+    scales_e8m0: Tensor,
+    wkv: WeightTiles,
+    kv_bf16: Tensor,
+    streams_bf16: Tensor,
+    sublayer_bf16: Tensor | None,
+    post_f32: Tensor | None,
+    comb_f32: Tensor | None,
+    q_weight_bf16: Tensor,
+    k_weight_bf16: Tensor,
+    lookback_i32: Tensor,
+    eps: float,
+    gates_f32: Tensor,
+    counter_i32: Tensor,
+) -> None:
+    """engram.engram_add on the current stream, for at most FEW_ROWS rows.
+
+    The bits are those of engram_decode_hip, act_round8_hip, fp8_linear_hip and engram_merge_hip.
+    codes_e4m3 [R, K], scales_e8m0 [R, K/32]; kv_bf16 [R, 5 D] is filled. counter_i32 [1] holds 0, and does so again
+    afterwards. Raises BindError.
+    """
+    wanted = {
+        f"codes_e4m3 R {wkv.n_in}": codes_e4m3,
+        f"scales_e8m0 R {wkv.n_blocks}": scales_e8m0,
+        "sublayer_bf16 R D": sublayer_bf16,
+        "post_f32 R 4": post_f32,
+        "comb_f32 R 4 4": comb_f32,
+        "lookback_i32 R N": lookback_i32,
+        "counter_i32 1": counter_i32,
+    }
+    given = {spec: tensor for spec, tensor in wanted.items() if tensor is not None}
+    n_rows, width = _bind_gate(streams_bf16, kv_bf16, q_weight_bf16, k_weight_bf16, gates_f32, given)
+    if n_rows > FEW_ROWS or wkv.shape[:2] != (1, 5 * width):
+        raise BindError(
+            f"engram_few: {n_rows} rows, a weight of {wkv.groups} x {wkv.n_out} columns; want at most {FEW_ROWS}, and "
+            f"{5 * width}"
+        )
+    if not n_rows:
+        return
+    n_segments, segment = segments_of(wkv)
+    n_tiles = -(-wkv.n_out // TILE)
+    n_groups = -(-n_tiles // (WAVES // n_segments * FEW_TILES))
+    merging = (sublayer_bf16, post_f32, comb_f32)
+    tensors = (streams_bf16, gates_f32, *merging, kv_bf16, q_weight_bf16, k_weight_bf16, lookback_i32)
+    operands = (codes_e4m3, scales_e8m0, wkv.codes_u8, wkv.scales_u8, counter_i32)
+    sizes = (n_rows, lookback_i32.shape[1], n_groups, wkv.n_blocks, segment, n_segments)
+    launch(
+        _few(width, wkv.n_in),
+        grid=(n_groups, 1),
+        args=(*tensors, *operands, *sizes, eps, width**-0.5),
+        lds_bytes=_few_lds_bytes(n_rows, wkv.n_in),
+    )
 
 
 def _bind_gate(

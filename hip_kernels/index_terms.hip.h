@@ -1,5 +1,5 @@
-// index_terms.hip.h: what index scoring computes per head (backbone.md section 7, steps 3 and 4), and the prepared form
-// of index queries and keys that it reads (index_prepared.py). For index_score.hip, index_slots.hip, index_vectors.hip.
+// index_terms.hip.h: what index scoring computes per head (backbone.md section 7, steps 3 and 4), from queries and keys
+// in index_form.hip.h's form. For index_score.hip, index_slots.hip.
 //
 // A dot is four group sums S_g of whole numbers, each times its power of two, added in FP32 in group order. Three ways
 // to the same bits, chosen for 16 query vectors x 32 positions at a time:
@@ -11,11 +11,8 @@
 // On gfx1100 a tile of 16 x 16 dots takes 291 cycles aligned and about 390 grouped, 256 of them in the WMMAs; with the
 // grouped way alone an H200 takes 2.2 times as long for the same scores.
 #pragma once
-#include "port.hip.h"
+#include "index_form.hip.h"
 
-constexpr int kTileRows = 16, kChannels = 128, kGroups = 4, kGroupBytes = kChannels / kGroups;
-constexpr int kTileBytes = kTileRows * (kChannels + kGroups);  // codes [group][row][32], then scale bytes [row][group]
-constexpr int kScalesAt = kTileRows * kChannels;
 constexpr int kStride = kChannels + 16;  // of a vector in LDS: 16 vectors' pieces fall on different banks
 constexpr int kWavePositions = 32, kColTiles = kWavePositions / kTileRows;
 constexpr int kBlock = 8;  // positions of a candidate block
@@ -23,9 +20,8 @@ constexpr int kBlock = 8;  // positions of a candidate block
 // A sum starts here: 1.5 * 2^23 + S has the bits kBias + S while |S| < 2^22, so no conversion is needed.
 constexpr int kBias = 0x4B400000;
 constexpr float kBiasF32 = 12582912.0f;
-// Exponents of scales and weights within which the common scale may be left out: products, their sums and what
-// BF16 keeps of them stay far inside the normal range.
-constexpr int kScaleReach = 24, kWeightReach = 40;
+// As kScaleReach, of a weight's exponent.
+constexpr int kWeightReach = 40;
 constexpr int kNoScale = 0x7F7F7F7F;  // of what is not there: four times 1
 
 struct Vectors {  // 16 of them, as an operand
@@ -40,7 +36,6 @@ RL_DEV Vectors load_vectors(const rl_i8* rows) {
 }
 
 RL_DEV float e8m0(int code) { return rl::as_float(code == 0 ? 1 << 22 : code == 255 ? 0x7FC00000 : code << 23); }
-RL_DEV int scale_byte(int word, int group) { return (word >> (8 * group)) & 255; }
 
 RL_DEV bool one_scale(int word) { return word == (int)((rl_u32)(word & 255) * 0x01010101u); }
 RL_DEV bool scales_in_reach(int word) {

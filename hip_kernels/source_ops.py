@@ -5,6 +5,8 @@ As in layer_ops.py the references are other operators one by one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,25 +22,11 @@ from rocline.hip_kernels.rows import put_rows
 
 
 @operator
-def f32_linear_pair(
-    x_bf16: Tensor, first_bf16: Tensor, first_out_f32: Tensor, second_bf16: Tensor, second_out_f32: Tensor
+def source_and_weights(
+    u_bf16: Tensor, wkv_bf16: Tensor, out: Tensor, weights_proj_bf16: Tensor, head_dim: int, weights_bf16: Tensor
 ) -> None:
-    """f32_linear of x_bf16 [R, K] with two weights."""
-    f32_linear(x_bf16, first_bf16, first_out_f32)
-    f32_linear(x_bf16, second_bf16, second_out_f32)
-
-
-@operator
-def latent_and_weights(
-    u_bf16: Tensor,
-    wkv_bf16: Tensor,
-    latent_bf16: Tensor,
-    weights_proj_bf16: Tensor,
-    head_dim: int,
-    weights_bf16: Tensor,
-) -> None:
-    """bf16_linear of u_bf16 [R, D] to latents, and index_weights before their factor."""
-    bf16_linear(u_bf16, wkv_bf16, latent_bf16)
+    """bf16_linear or f32_linear of u_bf16 [R, D], as `out` [R, N] is, and index_weights before their factor."""
+    (f32_linear if out.dtype == torch.float32 else bf16_linear)(u_bf16, wkv_bf16, out)
     index_weights(u_bf16, weights_proj_bf16, head_dim, weights_bf16, False)
 
 
@@ -99,6 +87,29 @@ def key_rows(
     for row, (position, sequence) in enumerate(zip(positions_i32.tolist(), sequences_i32.tolist(), strict=True)):
         if position >= 0:
             index_prepare(rows_u8[row : row + 1, None], tiles_u8, tables_i32[sequence], position, rows_per_page)
+
+
+@operator
+def source_rows(
+    source: Pairs | Tensor,
+    norm_bf16: Tensor,
+    eps: float,
+    latent_bf16: Tensor,
+    cos_f32: Tensor,
+    sin_f32: Tensor,
+    rows_u8: Tensor,
+    places: Places,
+    key_weight_bf16: Tensor,
+    key_norm_bf16: Tensor,
+    keys_u8: Tensor,
+    key_pool_u8: Tensor,
+    prepared_u8: Tensor | None = None,
+) -> None:
+    """compress_rows, with the first arguments, and key_rows of the same groups, to the same places of a pool of
+    their own."""
+    compress_rows(source, norm_bf16, eps, latent_bf16, cos_f32, sin_f32, rows_u8, places)
+    into = replace(places, pool_u8=key_pool_u8)
+    key_rows(latent_bf16, key_weight_bf16, key_norm_bf16, eps, cos_f32, sin_f32, keys_u8, into, prepared_u8)
 
 
 @operator

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rocline.hip_kernels.attention_hip import Selected, Turn, Windows, attention_hip, list_slots, room_bytes
+from rocline.hip_kernels.attention_hip import Selected, Turn, Windows, attention_hip, room_bytes
 from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.embedding import embedding_hip
 from rocline.hip_kernels.formats import RowFormat
@@ -67,7 +67,7 @@ class Rows:
         self.windows = Windows(window_u8[None], ints(n_rows), first, ints(n_rows) + WINDOW, WINDOW)
         table = torch.arange(len(pages_u8), dtype=torch.int32, device="cuda")
         self.selected = Selected(pages_u8, table[None], ints(n_rows), chosen)
-        n_bytes = room_bytes(n_rows, HEADS, WIDTH, list_slots(self.windows, self.selected))
+        n_bytes = room_bytes(self.q_bf16, self.windows, self.selected, self.out_bf16)
         self.room_u8 = torch.empty(n_bytes, dtype=torch.uint8, device="cuda") if n_bytes else None
         self.turn = Turn(*torch.randn((2, n_rows, PAIRS), generator=generator, device="cuda"))
         self.place_i64 = torch.cat((first[:, None] + torch.arange(WINDOW, device="cuda"), chosen + len(window_u8)), 1)

@@ -15,7 +15,7 @@ from rocline.engine.layers.streams import Entered
 from rocline.engine.rope_rows import RopeRows
 from rocline.engine.sequence import Ring
 from rocline.hip_kernels import layer_ops
-from rocline.hip_kernels.attention_hip import Windows
+from rocline.hip_kernels.attention_hip import Selected, Windows, shares_windows
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.layer_ops import project_heads, rotated_linear
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
@@ -124,6 +124,12 @@ def span_windows(window: int, ring: Ring, span: RowSpan, fresh_u8: Tensor, n_row
     of_rows = torch.zeros(n_rows, dtype=torch.int32), first - base, positions - first + 1
     ring_i32, first_i32, count_i32 = scratch.upload_together(*of_rows)
     return Windows(window_u8[None], ring_i32, first_i32, count_i32, window)
+
+
+def heads_room(q_bf16: Tensor, selected: Selected | None) -> Tensor:
+    """For head outputs [R, H, hd]: the place of the queries, or one beside it where that saves a launch."""
+    apart = scratch.is_on_device() and shares_windows(q_bf16, selected)
+    return scratch.like(q_bf16, len(q_bf16)) if apart else q_bf16
 
 
 def project_out(config: TextConfig, weights: AttentionWeights, heads_bf16: Tensor) -> Tensor:

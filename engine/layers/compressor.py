@@ -20,45 +20,50 @@ from rocline.hip_kernels.compressor import compressed_row, pool_pairs
 from rocline.hip_kernels.compressor_hip import Pairs, Places
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.index_vectors import index_key
-from rocline.hip_kernels.linear import bf16_linear
+from rocline.hip_kernels.linear import bf16_linear, f32_linear
 from rocline.hip_kernels.rmsnorm import rmsnorm
-from rocline.hip_kernels.source_ops import compress_rows, f32_linear_pair, key_rows
+from rocline.hip_kernels.source_ops import source_rows
 
 
 @dataclass(frozen=True)
 class CompressorWeights:
-    """wkv_bf16, wgate_bf16 [hd, D] (no gate at ratio 1), norm_bf16 [hd]; for keys wk_bf16 [d, hd], k_norm_bf16 [d]."""
+    """wkv_bf16 [hd, D], at ratio 2 [2 hd, D] with gates after values; norm_bf16 [hd]; for keys wk_bf16 [d, hd],
+    k_norm_bf16 [d]."""
 
     wkv_bf16: Tensor
-    wgate_bf16: Tensor | None
     norm_bf16: Tensor
     wk_bf16: Tensor
     k_norm_bf16: Tensor
 
 
-def pair_rows(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
-    """[2, R, hd] FP32: values, then gates, of the tokens u_bf16 [R, D] of a ratio-2 source."""
-    assert weights.wgate_bf16 is not None
-    planes_f32 = scratch.f32(2, len(u_bf16), config.head_dim)
-    f32_linear_pair(u_bf16, weights.wkv_bf16, planes_f32[0], weights.wgate_bf16, planes_f32[1])
-    return planes_f32
+def projection_room(config: TextConfig, ratio: int, n_rows: int) -> Tensor:
+    """For what wkv makes of rows: [R, hd] BF16 of a ratio-1 source, [R, 2, hd] FP32 values and gates of a ratio-2 one's
+    tokens."""
+    return scratch.bf16(n_rows, config.head_dim) if ratio == 1 else scratch.f32(n_rows, 2, config.head_dim)
+
+
+def projection(config: TextConfig, weights: CompressorWeights, ratio: int, u_bf16: Tensor) -> Tensor:
+    """What wkv makes of u_bf16 [R, D], as projection_room has it."""
+    out = projection_room(config, ratio, len(u_bf16))
+    (bf16_linear if ratio == 1 else f32_linear)(u_bf16, weights.wkv_bf16, out.flatten(1))
+    return out
 
 
 def pooled_latent(
-    config: TextConfig, weights: CompressorWeights, ring: Ring, span: RowSpan, planes_f32: Tensor
+    config: TextConfig, weights: CompressorWeights, ring: Ring, span: RowSpan, fresh_f32: Tensor
 ) -> Tensor:
-    """[J, hd] BF16 latents of the pairs that the span closes; its tokens [2, n_rows, hd] go into the ring."""
-    _, n_rows, width = planes_f32.shape
+    """[J, hd] BF16 latents of the pairs that the span closes; its tokens [n_rows, 2, hd] go into the ring."""
+    n_rows, _, width = fresh_f32.shape
     n_held = span.start % 2 if span.keeps_rows else 0
-    tokens_f32 = scratch.f32(2, n_held + n_rows, width)
-    tokens_f32[:, :n_held] = ring.read(span.start - n_held, span.start).transpose(0, 1)
-    tokens_f32[:, n_held:] = planes_f32
+    tokens_f32 = scratch.f32(n_held + n_rows, 2, width)
+    tokens_f32[:n_held] = ring.read(span.start - n_held, span.start)
+    tokens_f32[n_held:] = fresh_f32
     if n_rows:
-        ring.append(span.start, planes_f32.transpose(0, 1))
+        ring.append(span.start, fresh_f32)
     n_pairs = (n_held + n_rows) // 2 if span.keeps_rows else 0
-    values_f32, gates_f32 = tokens_f32[:, : 2 * n_pairs].unflatten(1, (n_pairs, 2))
+    pairs_f32 = tokens_f32[: 2 * n_pairs].unflatten(0, (n_pairs, 2))
     latent_bf16 = scratch.bf16(n_pairs, width)
-    pool_pairs(values_f32, gates_f32, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
+    pool_pairs(pairs_f32[:, :, 0], pairs_f32[:, :, 1], weights.norm_bf16, config.rms_norm_eps, latent_bf16)
     return latent_bf16
 
 
@@ -88,25 +93,15 @@ def store_rows(
         scratch.u8(n_groups, RowFormat("compressed", config.head_dim).row_bytes),
         scratch.u8(n_groups, RowFormat("index_key", config.index_head_dim).row_bytes),
     )
-    through = groups.positions_i32, groups.sequences_i32, page_tables_i32
-    into = Places(pools.rows_u8, *through)
-    compress_rows(source, weights.norm_bf16, eps, made.latent_bf16, *turn, made.rows_u8, into)
-    into = Places(pools.keys_u8, *through)
-    norm_bf16 = weights.k_norm_bf16
-    key_rows(made.latent_bf16, weights.wk_bf16, norm_bf16, eps, *turn, made.keys_u8, into, pools.prepared_u8)
+    into = Places(pools.rows_u8, groups.positions_i32, groups.sequences_i32, page_tables_i32)
+    rows = source, weights.norm_bf16, eps, made.latent_bf16, *turn, made.rows_u8, into
+    source_rows(*rows, weights.wk_bf16, weights.k_norm_bf16, made.keys_u8, pools.keys_u8, pools.prepared_u8)
     return made
-
-
-def latent_projection(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
-    """[R, hd] BF16 of a ratio-1 source's rows."""
-    projected_bf16 = scratch.bf16(len(u_bf16), config.head_dim)
-    bf16_linear(u_bf16, weights.wkv_bf16, projected_bf16)
-    return projected_bf16
 
 
 def single_latent(config: TextConfig, weights: CompressorWeights, u_bf16: Tensor) -> Tensor:
     """[R, hd] BF16 latents of a ratio-1 source."""
-    latent_bf16 = latent_projection(config, weights, u_bf16)
+    latent_bf16 = projection(config, weights, 1, u_bf16)
     rmsnorm(latent_bf16, weights.norm_bf16, config.rms_norm_eps, latent_bf16)
     return latent_bf16
 

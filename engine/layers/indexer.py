@@ -10,7 +10,7 @@ from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
 from rocline.engine.handoff import RowSpan, positions_of
 from rocline.engine.layers.attention import AttentionWeights, LowRank
-from rocline.engine.layers.compressor import CompressorWeights
+from rocline.engine.layers.compressor import CompressorWeights, projection_room
 from rocline.engine.record import Recorder
 from rocline.engine.rope_rows import RopeRows
 from rocline.engine.row_tables import RowTables, visible_rows
@@ -21,7 +21,7 @@ from rocline.hip_kernels.index_select import index_select, index_select_among
 from rocline.hip_kernels.index_vectors import index_query, index_weights
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.selection import candidate_blocks, top_k_list
-from rocline.hip_kernels.source_ops import latent_and_weights, prepared_queries, rotated_linear_pair
+from rocline.hip_kernels.source_ops import prepared_queries, rotated_linear_pair, source_and_weights
 
 SCORE_ROWS = 256  # rows scored at once: [rows, history] is a chunk's largest temporary
 
@@ -67,17 +67,14 @@ def raw_head_weights(config: TextConfig, weights: IndexerWeights, u_bf16: Tensor
     return out_bf16
 
 
-def latent_and_head_weights(
-    config: TextConfig, side: CompressorWeights, weights: IndexerWeights, u_bf16: Tensor
+def projection_and_head_weights(
+    config: TextConfig, side: CompressorWeights, ratio: int, weights: IndexerWeights, u_bf16: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """compressor.latent_projection and raw_head_weights of the same rows."""
-    latent_bf16, weights_bf16 = (
-        scratch.bf16(len(u_bf16), config.head_dim),
-        scratch.bf16(len(u_bf16), config.index_n_heads),
-    )
+    """compressor.projection and raw_head_weights of the same rows."""
+    out, weights_bf16 = projection_room(config, ratio, len(u_bf16)), scratch.bf16(len(u_bf16), config.index_n_heads)
     heads = weights.weights_proj_bf16, config.index_head_dim, weights_bf16
-    latent_and_weights(u_bf16, side.wkv_bf16, latent_bf16, *heads)
-    return latent_bf16, weights_bf16
+    source_and_weights(u_bf16, side.wkv_bf16, out.flatten(1), *heads)
+    return out, weights_bf16
 
 
 def head_weights(config: TextConfig, weights: IndexerWeights, u_bf16: Tensor) -> Tensor:

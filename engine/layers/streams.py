@@ -12,7 +12,7 @@ from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.record import Recorder
-from rocline.hip_kernels.engram import engram_decode, engram_gather, engram_merge
+from rocline.hip_kernels.engram import engram_add, engram_gather, engram_merge
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.mhc import mhc_collapse_norm, mhc_enter, mhc_merge, mhc_merge_enter
 
@@ -128,31 +128,19 @@ def add_engram(
     record(layer, "x_pre_engram", streams_bf16)
     n_rows, n, width = streams_bf16.shape
     table = weights.table
+    sublayer_bf16, post_f32, comb_f32 = unmixed.tensors() if unmixed else (None, None, None)
+    values_bf16, kv_bf16 = scratch.bf16(n_rows, config.engram_width), scratch.bf16(n_rows, (n + 1) * width)
+    gates_f32 = scratch.f32(n_rows, n)
+    at_end = weights.q_bf16, weights.k_bf16, lookback_i32, config.rms_norm_eps, gates_f32
     if ahead:
         rows_i64, codes_e4m3, scales_e8m0 = ahead.take(layer)
-        values_bf16 = scratch.bf16(n_rows, config.engram_width)
-        by_column_bf16 = values_bf16.view(-1, codes_e4m3.shape[2])
-        engram_decode(codes_e4m3.flatten(0, 1), scales_e8m0.flatten(0, 1), by_column_bf16)
+        of_table = codes_e4m3, scales_e8m0, weights.wkv, values_bf16, kv_bf16
+        engram_add(*of_table, streams_bf16, sublayer_bf16, post_f32, comb_f32, *at_end)
     else:
         rows_i64 = scratch.i64(n_rows, len(table.primes_i64))
         table.hash_rows(lookback_i32, rows_i64)
-        values_bf16 = scratch.bf16(n_rows, config.engram_width)
         engram_gather(rows_i64, table.codes_e4m3, table.scales_e8m0, values_bf16)
-    kv_bf16 = scratch.bf16(n_rows, (n + 1) * width)
-    fp8_linear(values_bf16, weights.wkv, kv_bf16)
-    gates_f32 = scratch.f32(n_rows, n)
-    sublayer_bf16, post_f32, comb_f32 = unmixed.tensors() if unmixed else (None, None, None)
-    engram_merge(
-        streams_bf16,
-        sublayer_bf16,
-        post_f32,
-        comb_f32,
-        kv_bf16,
-        weights.q_bf16,
-        weights.k_bf16,
-        lookback_i32,
-        config.rms_norm_eps,
-        gates_f32,
-    )
+        fp8_linear(values_bf16, weights.wkv, kv_bf16)
+        engram_merge(streams_bf16, sublayer_bf16, post_f32, comb_f32, kv_bf16, *at_end)
     record(layer, "engram.rows", rows_i64)
     record(layer, "engram.gate", gates_f32)
