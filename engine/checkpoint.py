@@ -1,13 +1,15 @@
 """A checkpoint's weights: opened and checked whole, then read by range through bounded host memory.
 
 Nothing is copied out of a memory map on the way to a device (case B44): reader threads fill a few reused
-buffers, and the caller's thread takes each tensor from there while the next ranges are being read.
+buffers, and the caller's thread takes each tensor from there while the next ranges are being read. What is large
+stays in the files, as a StoredStack, until the device's own uploader reads it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,8 +24,10 @@ from torch import Tensor
 from rocline.engine.config import GROUP, ModelConfig
 from rocline.engine.layout import Component, TensorSpec, expected_tensors
 from rocline.engine.shards import CheckpointError, StoredTensor, read_table
+from rocline.hip_kernels.uploader import Stored
 
 MAX_STAGING_BYTES = 2 << 30
+READ_BYTES = 16 << 20  # of a large tensor, by one call
 READERS = 4
 # Quantised tensors stay bytes: torch cannot compute on F8_E8M0, and I8 is two E2M1 codes, no integer.
 TORCH_DTYPE = {
@@ -65,7 +69,7 @@ class _Range:
 
 
 class Checkpoint:
-    """An open, checked checkpoint. Reads are made by one thread at a time; use it as a context manager.
+    """An open, checked checkpoint. One thread at a time may call read; use it as a context manager.
 
     tensors  where each tensor lies and what it is, by name
     """
@@ -74,6 +78,8 @@ class Checkpoint:
         self.folder = folder
         self.tensors = tensors
         self._seen: set[str] = set()
+        self._lock = threading.Lock()
+        self._bytes_left: dict[str, int] = {}  # of tensors read in parts
         self._files: dict[Path, int] = {}
         for path in sorted({stored.path for stored in tensors.values()}):
             self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -161,18 +167,49 @@ class Checkpoint:
 
     def _fill(self, part: _Range, buffer: Tensor) -> None:
         """Read one range into the front of `buffer`. Runs in a reader thread."""
-        view, done = buffer.numpy()[: part.n_bytes].data, 0
-        while done < part.n_bytes:  # one call may return less, and never more than 2 GiB
+        self._pread(part.path, part.begin, buffer.numpy()[: part.n_bytes], part.pieces[0].name)
+
+    def read_whole(self, name: str, out: Tensor, *, advance: Callable[[int], None] = lambda n_bytes: None) -> None:
+        """Read a large tensor to where it is to be, contiguous, by several readers; errors and advance as of read.
+
+        One thread that copies from staging, and takes the page faults, would be slower than a good disk.
+        """
+        out_u8 = out.view(-1).view(torch.uint8).numpy()
+        starts = range(0, len(out_u8), READ_BYTES)
+        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as readers:
             try:
-                got = os.preadv(self._files[part.path], [view[done:]], part.begin + done)
+                pieces = [out_u8[start : start + READ_BYTES] for start in starts]
+                reads = [readers.submit(self.read_bytes, name, *each) for each in zip(starts, pieces, strict=True)]
+                for read, piece in zip(reads, pieces, strict=True):
+                    read.result()
+                    advance(len(piece))
+            finally:
+                readers.shutdown(cancel_futures=True)
+
+    def read_bytes(self, name: str, start: int, out_u8: np.ndarray) -> None:
+        """Fill out_u8 with a tensor's bytes from `start` on. Called by any thread; it counts as read once as many bytes
+        of it have been asked for as it has. Raises CheckpointError as read does."""
+        stored = self.tensors[name]
+        self._pread(stored.path, stored.offset + start, out_u8, name)
+        with self._lock:
+            left = self._bytes_left[name] = self._bytes_left.get(name, stored.spec.n_bytes) - len(out_u8)
+        if left <= 0:
+            self._seen.add(name)
+
+    def _pread(self, path: Path, begin: int, out_u8: np.ndarray, name: str) -> None:
+        view, done = out_u8.data, 0
+        while done < len(view):  # one call may return less, and never more than 2 GiB
+            try:
+                got = os.preadv(self._files[path], [view[done:]], begin + done)
             except OSError as error:
-                raise self._lost(part, part.begin + done, error.strerror or str(error)) from error
+                raise self._lost(path, begin + done, name, error.strerror or str(error)) from error
             if got == 0:
-                raise self._lost(part, part.begin + done, "the file ends here; it was cut since it was opened")
+                why = "the file ends here; it was cut since it was opened"
+                raise self._lost(path, begin + done, name, why)
             done += got
 
-    def _lost(self, part: _Range, offset: int, why: str) -> CheckpointError:
-        text = f"{part.path.name} at byte {offset:,}, near {part.pieces[0].name}: {why}"
+    def _lost(self, path: Path, offset: int, name: str, why: str) -> CheckpointError:
+        text = f"{path.name} at byte {offset:,}, near {name}: {why}"
         return CheckpointError(self.folder, {"failed reads": [text]})
 
     def map_plane(self, name: str) -> np.ndarray:
@@ -206,6 +243,30 @@ class Checkpoint:
             raise CheckpointError(self.folder, {"unread tensors": left})
         for file in self._files.values():
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class StoredStack(Stored):
+    """Tensors of one shape as one of theirs along a first axis, still in the files.
+
+    advance  called with the bytes of each read, by the threads that read
+    """
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], advance: Callable[[int], None]) -> None:
+        spec = checkpoint.tensors[names[0]].spec
+        self.shape, self.dtype = (len(names), *spec.shape), TORCH_DTYPE[spec.dtype]
+        self._checkpoint, self._names, self._advance = checkpoint, names, advance
+
+    def __getitem__(self, part: slice) -> StoredStack:
+        return StoredStack(self._checkpoint, self._names[part], self._advance)
+
+    def read(self, start: int, out_u8: np.ndarray) -> None:
+        item_bytes, done = self.nbytes // len(self._names), 0
+        while done < len(out_u8):
+            item, at = divmod(start + done, item_bytes)
+            end = min(done + item_bytes - at, len(out_u8))
+            self._checkpoint.read_bytes(self._names[item], at, out_u8[done:end])
+            self._advance(end - done)
+            done = end
 
 
 def _ranges(stored: Mapping[str, StoredTensor], range_bytes: int) -> Iterator[_Range]:

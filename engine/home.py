@@ -6,7 +6,8 @@ On a GPU all of it is taken here, while loading; a chunk asks for nothing but wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -27,7 +28,7 @@ from rocline.engine.row_checks import DeviceChecks, HostChecks, RowChecks
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import host_zeros
 from rocline.engine.steps import MemoryOf
-from rocline.engine.weights import LayerWeights, ModelWeights, SideWeights, WeightSource
+from rocline.engine.weights import LayerWeights, ModelWeights, SideWeights, StoredWeights, WeightSource
 from rocline.hip_kernels.dispatch import Choice, Place, Shapes
 from rocline.hip_kernels.driver import Device, Event, Slab, Stream, devices
 from rocline.hip_kernels.paper import PaperPlace
@@ -195,7 +196,7 @@ class HipHome:
         return planes
 
     def weights(self, config: TextConfig, source: WeightSource, part: Part) -> ModelWeights:
-        with torch.inference_mode(), self.place.work(_no_workspace):
+        with torch.inference_mode(), self.place.work(_no_workspace), self.place.uploading():
             placed = _weights(self.place, config, source, part)
         self.place.stream.synchronize()  # other threads' streams read them too
         if torch_sees_gpus():
@@ -315,11 +316,12 @@ def _weights(place: Choice, config: TextConfig, source: WeightSource, part: Part
     none_bf16, roles = torch.empty((0, config.hidden_size), dtype=torch.bfloat16), config.layers
     layers: dict[int, SideWeights] = {}
     stores: dict[int, tuple[Any, Any]] = {}  # of experts, prepared
-    for n in part.layers:
-        weights, store = source.layer(n), source.expert_store(n)
-        if store not in stores:
-            stores[store] = place.prepare("experts", weights.experts.routed, weights.experts.shared)
-        layers[n] = _layer(place, config, roles[n], weights, *stores[store])
+    with closing(_read(place, source, list(part.layers))) as read:
+        for n, weights in read:
+            store = source.expert_store(n)
+            if store not in stores:
+                stores[store] = place.prepare("experts", weights.experts.routed, weights.experts.shared)
+            layers[n] = _layer(place, config, roles[n], weights, *stores[store])
     layers |= {n: _side(place, roles[n], source.side(n)) for n in part.sides}
     return ModelWeights(
         place.put(source.embed_bf16 if part.begins else none_bf16),
@@ -327,6 +329,15 @@ def _weights(place: Choice, config: TextConfig, source: WeightSource, part: Part
         place.prepare("head", source.head_bf16) if part.ends else place.put(none_bf16),
         layers,
     )
+
+
+def _read(place: Choice, source: WeightSource, layers: list[int]) -> Generator[tuple[int, LayerWeights], None, None]:
+    """Layers' weights one after another. On paper all of them are read, and nothing is put anywhere."""
+    if isinstance(source, StoredWeights) and isinstance(place, Place):
+        yield from source.layers_ahead(layers)
+        return
+    for n in layers:
+        yield n, source.layer(n)
 
 
 def _layer(

@@ -44,17 +44,16 @@ def check_quantised(name: str, kind: Codes, codes_u8: Tensor, scales_e8m0: Tenso
     """
     n_rows = codes_u8.shape[0]
     scale_rows = 1 if scales_e8m0.shape[0] == n_rows else GROUP
-    lowest, highest = (int(scale) for scale in scales_e8m0.aminmax())
-    if highest == E8M0_NAN:
+    if int(scales_e8m0.amax()) == E8M0_NAN:
         place = _first(scales_e8m0 == E8M0_NAN, row_start // scale_rows)
         raise _refused(name, f"scale byte 255 (NaN) at scale {place}")
     # The two NaN codes are the largest bytes there are, one unsigned, the other signed.
     if kind == "e4m3" and (codes_u8.amax() == 0xFF or codes_u8.view(torch.int8).amax() == 0x7F):
         nan = (codes_u8 & 0x7F) == 0x7F
         raise _refused(name, f"code 0x{int(codes_u8[nan][0]):02X} (NaN) at {_first(nan, row_start)}")
-    low, high = _scale_limits(kind)
-    if lowest >= low.max() and highest <= high.min():
+    if scales_suit_every_code(kind, scales_e8m0):
         return
+    low, high = _scale_limits(kind)
     extreme = ((scales_e8m0 < low.max()) | (scales_e8m0 > high.min())).any(dim=1).nonzero()[:, 0]
     at_once = max(1, _CODE_BYTES_AT_ONCE // (scale_rows * codes_u8.shape[1]))
     for chunk in extreme.split(at_once):
@@ -69,6 +68,13 @@ def check_quantised(name: str, kind: Codes, codes_u8: Tensor, scales_e8m0: Tenso
             code, scale = int(codes[row, column]), int(scales[row, column])
             place = [row_start + int(rows[row]), column]
             raise _refused(name, f"code byte 0x{code:02X} times scale byte {scale} at {place} is no normal BF16")
+
+
+def scales_suit_every_code(kind: Codes, scales_e8m0: Tensor) -> bool:
+    """Whether no code that is a number goes wrong with any of these scales."""
+    low, high = _scale_limits(kind)
+    lowest, highest = (int(scale) for scale in scales_e8m0.aminmax())
+    return lowest >= int(low.max()) and highest <= int(high.min())
 
 
 def _refused(name: str, text: str) -> CheckpointError:

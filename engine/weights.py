@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rocline.engine.checkpoint import TORCH_DTYPE, Checkpoint
+from rocline.engine.checkpoint import TORCH_DTYPE, Checkpoint, StoredStack
 from rocline.engine.config import TextConfig
 from rocline.engine.engram import EngramTable, table_room
 from rocline.engine.layers.attention import AttentionWeights
@@ -20,10 +22,11 @@ from rocline.engine.layers.experts import ExpertWeights
 from rocline.engine.layers.indexer import IndexerWeights
 from rocline.engine.layers.streams import EngramWeights, MhcWeights
 from rocline.engine.layout import Component
-from rocline.engine.weight_checks import check_finite, check_quantised
+from rocline.engine.weight_checks import check_finite, check_quantised, scales_suit_every_code
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
 
 EngramHome = Literal["ram", "mmap"]
+WHOLE_BYTES = 64 << 20  # from here on a tensor is read to where it is to be, not by way of a buffer
 NOT_LOADED: tuple[Component, ...] = (
     "gate_vl",
     "vision",
@@ -102,7 +105,7 @@ class StoredWeights:
 
     id_map   compressed id of every token (engram.compressed_id_map)
     engram   "ram" reads the tables, "mmap" leaves them in the file
-    advance  called with bytes read
+    advance  called with bytes read, by any thread, one at a time
 
     Every attribute reads anew and raises CheckpointError naming a tensor with values that no exact product can come
     from. finish() raises it for one left unread.
@@ -117,7 +120,7 @@ class StoredWeights:
         advance: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
         self._checkpoint, self._config, self._id_map = checkpoint, config, id_map
-        self._advance = advance
+        self._callers_advance, self._lock, self._is_given_up = advance, threading.Lock(), False
         components = {name: stored.spec.component for name, stored in checkpoint.tensors.items()}
         self._served = {name: part for name, part in components.items() if part not in NOT_LOADED}
         self._mapped = {name for name, part in self._served.items() if engram == "mmap" and _is_table(name, part)}
@@ -135,9 +138,49 @@ class StoredWeights:
         return self.read(["head.weight"])["head.weight"]
 
     def layer(self, layer: int) -> LayerWeights:
+        return layer_weights(self.read(self._names_of(layer)), self._config, layer, self._id_map)
+
+    def layers_ahead(self, layers: Sequence[int]) -> Generator[tuple[int, LayerWeights], None, None]:
+        """Each layer with its weights, while those of the next are being read; close it.
+
+        Codes of routed experts, nearly all of a layer, stay in the files as Stored. Once it has ended by an error, or
+        before its end, nothing can be read any more.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="layer-ahead") as ahead:
+            try:
+                coming = [ahead.submit(self._layer_ahead, layer) for layer in layers[:1]]
+                for layer, after in zip(layers, [*layers[1:], None], strict=True):
+                    weights = coming.pop().result()
+                    if after is not None:
+                        coming.append(ahead.submit(self._layer_ahead, after))
+                    yield layer, weights
+            except BaseException:  # the reader has to hear of it: an Engram table takes minutes
+                self._is_given_up = True
+                raise
+
+    def _layer_ahead(self, layer: int) -> LayerWeights:
+        names = self._names_of(layer)
+        stacks: dict[str, list[str]] = {}
+        for name in names:
+            if ".ffn.experts." in name and name.endswith(".weight"):
+                stacks.setdefault(stack_of(name)[0], []).append(name)
+        left = {name for of_stack in stacks.values() for name in of_stack}
+        loaded: dict[str, Any] = self.read([name for name in names if name not in left])
+        for stack, of_stack in stacks.items():
+            of_stack.sort(key=lambda name: stack_of(name)[1])
+            loaded[stack] = StoredStack(self._checkpoint, of_stack, self._advance)
+            _check_stored(of_stack, loaded[stack], loaded[stack.removesuffix(".weight") + ".scale"])
+        return layer_weights(loaded, self._config, layer, self._id_map)
+
+    def _names_of(self, layer: int) -> list[str]:
         prefix = f"layers.{layer}."
-        names = [name for name in self._served if name.startswith(prefix)]
-        return layer_weights(self.read(names), self._config, layer, self._id_map)
+        return [name for name in self._served if name.startswith(prefix)]
+
+    def _advance(self, n_bytes: int) -> None:
+        if self._is_given_up:
+            raise RuntimeError("nobody waits for these weights any more")
+        with self._lock:
+            self._callers_advance(n_bytes)
 
     def side(self, layer: int) -> SideWeights:
         prefix = f"layers.{layer}.attn"
@@ -211,7 +254,10 @@ def _read(
     def deliver(name: str, row_start: int, tensor: Tensor) -> None:
         loaded[name][row_start : row_start + len(tensor)] = tensor
 
-    checkpoint.read(names, deliver, advance=advance)
+    checkpoint.read((name for name in loaded if loaded[name].nbytes < WHOLE_BYTES), deliver, advance=advance)
+    for name, tensor in loaded.items():
+        if tensor.nbytes >= WHOLE_BYTES:
+            checkpoint.read_whole(name, tensor, advance=advance)
     return loaded | stacks
 
 
@@ -231,6 +277,14 @@ def _check_values(loaded: dict[str, Tensor], skip: set[str]) -> None:
         else:
             scale = name.removesuffix(".weight") + ".scale"
             check_quantised(name, "e2m1x2" if ".ffn.experts." in name else "e4m3", tensor, loaded[scale])
+
+
+def _check_stored(names: Sequence[str], codes: StoredStack, scales_e8m0: Tensor) -> None:
+    """As check_quantised of each, whose codes are read only where scales do not suit every code."""
+    if not scales_suit_every_code("e2m1x2", scales_e8m0):
+        for item, name in enumerate(names):
+            if not scales_suit_every_code("e2m1x2", scales_e8m0[item]):
+                check_quantised(name, "e2m1x2", codes[item : item + 1].load()[0], scales_e8m0[item])
 
 
 def layer_weights(loaded: Mapping[str, Tensor], config: TextConfig, layer: int, id_map: np.ndarray) -> LayerWeights:

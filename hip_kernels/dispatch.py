@@ -7,7 +7,7 @@ once for whichever of the two will read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,6 +25,7 @@ from rocline.hip_kernels.prepare import PREPARE
 from rocline.hip_kernels.router_hip import MOST_CHOSEN, MOST_EXPERTS
 from rocline.hip_kernels.sampling_hip import MOST_VOCAB
 from rocline.hip_kernels.staging import Staging
+from rocline.hip_kernels.uploader import Source, Stored, Uploader
 
 
 class DispatchError(ValueError):
@@ -115,9 +116,15 @@ class Choice:
         """Whether the operator runs by a kernel."""
         return name in self.kernels
 
-    def put(self, tensor: Tensor) -> Tensor:
+    def put(self, source: Source) -> Tensor:
         """A tensor on the device for good, at load."""
+        tensor = source.load() if isinstance(source, Stored) else source
         return tensor.to(self.torch_device).contiguous()
+
+    def each(self, parts: Iterable[Sequence[Source]]) -> Iterator[Sequence[Tensor]]:
+        """Tensors of each part on the device, for what is queued before the next part is asked for; at load."""
+        for sources in parts:
+            yield [self.put(source) for source in sources]
 
     def prepare(self, op: str, *weights: Any) -> Any:
         """Weights on the device, as the operator reads them there; at load, on the stream. Numbers pass as they are.
@@ -125,15 +132,16 @@ class Choice:
         Raises BindError for a weight that its kernel cannot take.
         """
         if op in self.kernels:
-            return PREPARE[op](self._placed, *weights)
-        placed = [self._placed(weight) for weight in weights]
+            return PREPARE[op](self, *weights)
+        placed = [self.placed(weight) for weight in weights]
         return placed[0] if op != "experts" else tuple(placed)
 
-    def _placed(self, weight: Any) -> Any:
-        if isinstance(weight, Tensor):
+    def placed(self, weight: Any) -> Any:
+        """A tensor, or a tuple of what may be placed, as by put; numbers as they are."""
+        if isinstance(weight, Source):
             return self.put(weight)
         if isinstance(weight, tuple):
-            parts = [self._placed(part) for part in weight]
+            parts = [self.placed(part) for part in weight]
             return type(weight)(*parts) if hasattr(weight, "_fields") else tuple(parts)
         return weight
 
@@ -154,6 +162,7 @@ class Place(Choice):
         with self.stream:
             fill_async(self._counters.address, 0, 4 * COUNTERS)
         self._counters_i32 = self._counters.tensor().view(torch.int32)
+        self._uploader: Uploader | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.device}: {len(KERNELS) - len(self.references)} operators by kernels"]
@@ -165,6 +174,21 @@ class Place(Choice):
         """Meanwhile this thread's operators run here, on the stream; lend(shape, dtype) gives them workspaces."""
         with self.stream, use_kernels(self.kernels), use_memory(lend, self._staging, self._counters_i32):
             yield
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Meanwhile weights that are not on the device come through pinned memory, on another stream. Within work."""
+        with Uploader(self.device, self._staging) as self._uploader:
+            try:
+                yield
+            finally:
+                self._uploader = None
+
+    def put(self, source: Source) -> Tensor:
+        return self._uploader.put(source) if self._uploader else super().put(source)
+
+    def each(self, parts: Iterable[Sequence[Source]]) -> Iterator[Sequence[Tensor]]:
+        return self._uploader.each(parts) if self._uploader else super().each(parts)
 
     def record_completion(self, stream: Hashable) -> Callable[[], bool]:
         """Whether what is on the stream now has been done, to be asked later; as the arena wants it."""

@@ -7,8 +7,9 @@ that have one expert. Nothing is read back: grids are as large as the most tiles
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ UP_COLS, DOWN_COLS = 64, 128  # of a workgroup
 # and as many fewer columns.
 RUNS = 2
 MOST_EXPERTS = 384
-PREPARED_BYTES = 256 << 20  # of codes, at a time
+PREPARED_BYTES = 31 << 20  # of codes and scales, at a time: a part of Uploader
+Each = Callable[[Iterable[Sequence[Any]]], Iterable[Sequence[Tensor]]]
 
 
 def sort_lds_bytes(n_experts: int) -> int:
@@ -86,25 +88,39 @@ RELEASE_KERNELS = (
 )
 
 
-def prepare_fp4_weight(weight: Fp4Weight, put: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> WeightTiles:
-    """Tiles of all experts' codes_e2m1x2 [E, N, K/2] with scales_e8m0 [E, N, K/32]. At load: waits for the device.
+def prepare_fp4_weight(weight: Fp4Weight) -> WeightTiles:
+    """Tiles of all experts' codes_e2m1x2 [E, N, K/2] with scales_e8m0 [E, N, K/32], which are on the device; as
+    prepare_fp4_weights."""
+    return prepare_fp4_weights([weight], lambda parts: parts)[0]
 
-    put  brings a tensor to the device; a few experts at a time, so that the device never holds a layer twice
+
+def prepare_fp4_weights(weights: Sequence[Fp4Weight], each: Each) -> list[WeightTiles]:
+    """Tiles of several weights as of prepare_fp4_weight. At load: waits for the device.
+
+    each  brings the tensors of one part after another to the device, as Uploader.each. They are of a few experts, so
+          that the device never holds a layer twice; codes may be stored
 
     Raises BindError for a shape or scale that has no tiles.
     """
-    n_experts, n_out, n_bytes = bind_dims("prepare_fp4_weight", "E N P", {"codes_e2m1x2 E N P": weight.codes_e2m1x2})
-    bind_dims("prepare_fp4_weight", "", {f"scales_e8m0 {n_experts} {n_out} {n_bytes // 16}": weight.scales_e8m0})
-    check_scales("prepare_fp4_weight", "e2m1", weight.scales_e8m0)
-    tiles = WeightTiles.empty("e2m1", n_experts, n_out, 2 * n_bytes, put(weight.codes_e2m1x2[:0]).device)
-    n_at_once = max(1, PREPARED_BYTES // (n_out * n_bytes))
-    for start in range(0, n_experts, n_at_once):
-        part = slice(start, min(start + n_at_once, n_experts))
-        n = part.stop - start
-        codes_e2m1x2, scales_e8m0 = put(weight.codes_e2m1x2[part]), put(weight.scales_e8m0[part])
+    wanted: list[tuple[int, slice]] = []
+    for number, (codes_e2m1x2, scales_e8m0) in enumerate(weights):
+        n_experts, n_out, n_bytes = bind_dims("prepare_fp4_weight", "E N P", {"codes_e2m1x2 E N P": codes_e2m1x2})
+        bind_dims("prepare_fp4_weight", "", {f"scales_e8m0 {n_experts} {n_out} {n_bytes // 16}": scales_e8m0})
+        n_at_once = max(1, PREPARED_BYTES // (n_out * (n_bytes + n_bytes // 16)))
+        starts = range(0, n_experts, n_at_once)
+        wanted += [(number, slice(start, min(start + n_at_once, n_experts))) for start in starts]
+    parts = ([tensor[part] for tensor in weights[number]] for number, part in wanted)
+    made, mosts = list[WeightTiles](), list[Tensor]()
+    for (number, part), (codes_e2m1x2, scales_e8m0) in zip(wanted, each(parts), strict=True):
+        n_experts, n_out, n_bytes = weights[number].codes_e2m1x2.shape
+        if number == len(made):
+            made.append(WeightTiles.empty("e2m1", n_experts, n_out, 2 * n_bytes, codes_e2m1x2.device))
+        tiles, n = made[number], part.stop - part.start
         args = (tiles.codes_u8[part], tiles.scales_u8[part], codes_e2m1x2, scales_e8m0, n_out, n, tiles.n_blocks)
         launch(_PREPARE, grid=(-(-n * tiles.n_lanes // n_experts // THREADS), 1), args=args)
-    return tiles
+        mosts.append(scales_e8m0.max())
+    check_scales("prepare_fp4_weight", "e2m1", torch.stack(mosts))  # waits for the device, so once
+    return made
 
 
 @dataclass(frozen=True)

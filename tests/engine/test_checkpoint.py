@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rocline.engine import checkpoint as checkpoint_module
 from rocline.engine.checkpoint import MAX_STAGING_BYTES, Checkpoint, new_staging
 from rocline.engine.config import ModelConfig
 from rocline.engine.shards import CheckpointError
@@ -187,17 +188,20 @@ def test_file_cut_after_opening(checkpoint):
 
 def test_callers_error_stops_the_readers(checkpoint, monkeypatch):
     """The range being read when the caller fails is the last: the six that wait are not begun."""
-    read, calls = os.preadv, []
+    read, calls, second = os.preadv, [], threading.Event()
 
     def preadv(*args):
         calls.append(args)
-        time.sleep(0.2 * (len(calls) - 1))
+        if len(calls) > 1:
+            second.set()
+            time.sleep(0.2)
         return read(*args)
 
     class Stop(Exception):
         pass
 
     def deliver(name, row_start, tensor):
+        assert second.wait(20)
         raise Stop(name)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -206,6 +210,26 @@ def test_callers_error_stops_the_readers(checkpoint, monkeypatch):
     assert not live_readers()
     assert len(calls) == 2
     assert len(checkpoint.unread()) == len(checkpoint.tensors)
+
+
+def test_a_large_tensor_is_read_in_place(checkpoint, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "READ_BYTES", 10_000)
+    out, advanced = torch.empty((6658, 32), dtype=torch.uint8), []
+    checkpoint.read_whole(NAME, out, advance=advanced.append)
+    assert torch.equal(out, as_safetensors(checkpoint.folder)[NAME])
+    assert advanced == [10_000] * 21 + [6658 * 32 - 210_000]
+    assert NAME not in checkpoint.unread()
+
+
+def test_a_large_tensor_of_a_cut_file(checkpoint, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "READ_BYTES", 10_000)
+    path, advanced = checkpoint.tensors[NAME].path, []
+    os.truncate(path, checkpoint.tensors[NAME].offset + 45_000)
+    out = torch.empty((6658, 32), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=rf"near {NAME}: the file ends here"):
+        checkpoint.read_whole(NAME, out, advance=advanced.append)
+    assert advanced == [10_000] * 4
+    assert NAME in checkpoint.unread()
 
 
 def test_unread_tensors_are_refused_unless_left_out(checkpoint, monkeypatch):

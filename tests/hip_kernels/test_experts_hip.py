@@ -16,6 +16,7 @@ from rocline.hip_kernels.experts_hip import (
     experts_hip,
     most_tiles,
     prepare_fp4_weight,
+    prepare_fp4_weights,
     routed_down_hip,
 )
 from rocline.hip_kernels.formats import e2m1x2_decode
@@ -192,18 +193,21 @@ def test_b26_every_code_times_an_extreme_scale(device, scale):
 
 def test_weights_that_come_a_few_experts_at_a_time_are_the_same(device, rng, monkeypatch):
     """A release's layer has 7 GiB of them, and a card no room for it twice."""
-    weight, most = fp4_weight(rng, 5, 48, 64), []
+    weights, counts = [fp4_weight(rng, 5, 48, 64), fp4_weight(rng, 3, 16, 32)], []
 
-    def put(tensor):
-        most.append(len(tensor))
-        return device.put(tensor)
+    def each(parts):
+        for part in parts:
+            counts.append([len(tensor) for tensor in part])
+            yield list(map(device.put, part))
 
-    whole = prepare_fp4_weight(Fp4Weight(*map(device.put, weight)))
-    monkeypatch.setattr(experts_hip_module, "PREPARED_BYTES", 2 * 48 * 32)
-    parts = prepare_fp4_weight(weight, put)
-    assert max(most) == 2
-    for got, want in ((parts.codes_u8, whole.codes_u8), (parts.scales_u8, whole.scales_u8)):
-        assert torch.equal(device.get(got), device.get(want))
+    monkeypatch.setattr(experts_hip_module, "PREPARED_BYTES", 2 * 48 * (32 + 2))
+    in_parts = prepare_fp4_weights(weights, each)
+    assert counts == [[2, 2], [2, 2], [1, 1], [3, 3]]
+    for weight, parts in zip(weights, in_parts, strict=True):
+        monkeypatch.undo()
+        whole = prepare_fp4_weight(Fp4Weight(*map(device.put, weight)))
+        for got, want in ((parts.codes_u8, whole.codes_u8), (parts.scales_u8, whole.scales_u8)):
+            assert torch.equal(device.get(got), device.get(want))
 
 
 def test_refusals(device, rng):
