@@ -52,6 +52,7 @@ DENSE = {
     "shared w2": (5120, 2304),
     "engram.wkv": (25600, 6144),
 }
+TOGETHER = ("wq_a", "wkv")  # in one launch
 WO_A, GROUPS = (8192, 4096), 8  # of the heads, in groups
 HEADS, HEAD_WIDTH, PAIRS = 64, 512, 32
 WIDTH, INNER = 5120, 2304
@@ -132,7 +133,7 @@ def bench_together(n_rows: int, repeats: int) -> None:
         ms, apart_ms = many_ms(one, repeats), many_ms([call for calls in apart for call in calls], repeats)
         report(what, ms, rows=n_rows, apart_ms=round(apart_ms * len(apart[0]), 4))
 
-    (a_out, width), (kv_out, _) = DENSE["wq_a"], DENSE["wkv"]
+    (a_out, width), (kv_out, _) = (DENSE[name] for name in TOGETHER)
     first, second = weight_sets(a_out, width), weight_sets(kv_out, width)
     x, a, kv = random_rows(n_rows, width), bf16(n_rows, a_out), bf16(n_rows, kv_out)
     both = [(Product(f, a), Product(s, kv)) for f, s in zip(first, second, strict=False)]
@@ -173,19 +174,21 @@ def many_ms(calls: Sequence[Callable[[], object]], repeats: int) -> float:
 
 
 def bench_dense(n_rows: int, repeats: int) -> None:
-    """Many rows against the library on weights decoded to BF16 beforehand."""
-    for name, (n_out, n_in) in DENSE.items():
-        weights = [random_fp8(n_out, n_in, seed) for seed in range(2)]
-        sets = [prepare_fp8_weight(weight) for weight in weights]
-        x = random_rows(n_rows, n_in)
-        out = bf16(n_rows, n_out)
-        room = workspace_for(n_rows, sets[0])
-        ours = many_ms([partial(fp8_linear_hip, x, tiles, out, room) for tiles in sets], repeats)
-        wide = [dequantise_tiles(*weight).T for weight in weights]
+    """Many rows against the library on weights decoded to BF16 beforehand: each weight, and two that share a launch."""
+    for names in (*((name,) for name in DENSE), TOGETHER):
+        widths, n_in = [DENSE[name][0] for name in names], DENSE[names[0]][1]
+        weights = [[random_fp8(n_out, n_in, seed) for n_out in widths] for seed in range(2)]
+        sets = [[prepare_fp8_weight(weight) for weight in each] for each in weights]
+        x, outs = random_rows(n_rows, n_in), [bf16(n_rows, n_out) for n_out in widths]
+        room = workspace_for(n_rows, *sets[0])
+        both = [list(map(Product, tiles, outs)) for tiles in sets]
+        ours = many_ms([partial(multiply_together, "dense", x, products, room) for products in both], repeats)
+        wide = [torch.cat([dequantise_tiles(*weight) for weight in each]).T for each in weights]
+        out = bf16(n_rows, sum(widths))
         theirs = many_ms([partial(torch.mm, x, w, out=out) for w in wide], repeats)
-        tera_ops = 2 * n_rows * n_out * n_in / 1e12
+        tera_ops = 2 * n_rows * sum(widths) * n_in / 1e12
         report(
-            f"{name}, dense",
+            f"{' and '.join(names)}, dense",
             ours,
             rows=n_rows,
             tflops=round(tera_ops / ours * 1e3, 1),
