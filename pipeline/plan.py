@@ -111,6 +111,17 @@ class Plan:
     arena_bytes: tuple[int, ...]
 
 
+def counted(n: int, noun: str) -> str:
+    """In words: 1 device, 2 devices."""
+    return f"{n} {noun}{'s' * (n != 1)}"
+
+
+def shortage(headroom: int, device: int) -> str:
+    """What device `device` lacks where it keeps so many bytes of headroom, or misses as many below 0; in words."""
+    more_gib = (HEADROOM_FLOOR_BYTES - headroom) / GIB
+    return f"{more_gib:.2f} GiB more than device {device} has, {HEADROOM_FLOOR_BYTES / GIB:.1f} to be left free"
+
+
 def make_plan(config: ModelConfig, request: Request) -> Plan:
     """The best placement that leaves every device HEADROOM_FLOOR_BYTES. Raises PlacementError with what would help."""
     _check(config, request)
@@ -140,8 +151,8 @@ def _check(config: ModelConfig, request: Request) -> None:
         )
     if not request.n_devices <= request.n_stages <= MAX_STAGES:
         raise PlacementError(
-            f"{request.n_stages} stages on {request.n_devices} devices: must be at least one a device, and at most "
-            f"{MAX_STAGES}; set --stages"
+            f"{counted(request.n_stages, 'stage')} on {counted(request.n_devices, 'device')}: must be at least one a "
+            f"device, and at most {MAX_STAGES}; set --stages"
         )
     try:
         largest = max(layer_slabs(config, request.chunk_rows, request.context))
@@ -306,10 +317,9 @@ def _refusal(config: ModelConfig, request: Request) -> str:
     devices = memory.devices(memory.placer().roomiest())
     least = min(range(len(devices)), key=lambda number: devices[number].headroom)
     why = (
-        f"{config.text_config.num_hidden_layers} layers on {request.n_devices} devices of "
-        f"{request.device_bytes / GIB:.1f} GiB: the roomiest {request.kind} cut leaves device {least} "
-        f"{devices[least].headroom / GIB:.2f} GiB of headroom, want {HEADROOM_FLOOR_BYTES / GIB:.1f} "
-        f"(GiB: {devices[least]}); "
+        f"{config.text_config.num_hidden_layers} layers on {counted(request.n_devices, 'device')} of "
+        f"{request.device_bytes / GIB:.1f} GiB: the roomiest {request.kind} cut needs "
+        f"{shortage(devices[least].headroom, least)} (GiB: {devices[least]}); "
     )
     most_devices = min(MAX_STAGES, config.text_config.num_hidden_layers)
     for flag, changed in _remedies(replace(request, drafts=drafts), devices[least], most_devices):

@@ -224,12 +224,12 @@ def test_a_row_that_is_not_finite_ends_its_request_alone(model, engines, asks, r
 
 def test_what_does_not_fit_is_refused_before_anything_is_taken(engines):
     before = [device.memory().n_slabs_ever for device in devices()]
-    with pytest.raises(PlacementError, match=r"GiB of headroom, want .*(--kv-tokens \d+ fits|no one flag is enough)"):
+    with pytest.raises(PlacementError, match=r"more than device \d has, .*(--kv-tokens \d+ fits|no one flag)"):
         engines(stages=2, kv_tokens=2**38, arena_gib=None)
     if len(devices()) < 5:
         with pytest.raises(PlacementError, match=r"--devices 5: HIP shows \d+; lower it"):
             engines(stages=5, devices=5)
-    with pytest.raises(PlacementError, match=r"arenas of 128.00 GiB leave device 0 -\d.* lower --arena-gib"):
+    with pytest.raises(PlacementError, match=r"arenas of 128.00 GiB need \d.* more .* lower --arena-gib"):
         engines(stages=2, devices=1, arena_gib=64)
     with pytest.raises(DispatchError, match="reference operator 'atention'; did you mean attention"):
         engines(stages=2, reference_op=("atention",))
