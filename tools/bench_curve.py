@@ -78,12 +78,12 @@ def _axes(most_rows: float, most_rate: float) -> list[str]:
     for n in range(int(most_rate / step) + 1):
         y = _y(n * step, most_rate)
         out.append(f'<path class="grid" d="M{_LEFT} {y:.1f}h{_WIDTH}"/>')
-        out.append(f'<text class="end" x="{_LEFT - 8}" y="{y + 4:.1f}">{n * step:,g}</text>')
+        out.append(f'<text class="end" x="{_LEFT - 8}" y="{y + 4:.1f}">{n * step:,.10g}</text>')
     step = tick_step(most_rows, 8)
     for n in range(int(most_rows / step) + 1):
         x = _LEFT + _WIDTH * n * step / most_rows
         out.append(f'<path class="grid" d="M{x:.1f} {_TOP + _HEIGHT}v5"/>')
-        out.append(f'<text class="mid" x="{x:.1f}" y="{_TOP + _HEIGHT + 19}">{n * step:,g}</text>')
+        out.append(f'<text class="mid" x="{x:.1f}" y="{_TOP + _HEIGHT + 19}">{n * step:,.10g}</text>')
     return out
 
 

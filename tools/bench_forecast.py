@@ -20,7 +20,7 @@ from rocline.pipeline.simulate import DECODE_HISTORY
 
 CARD_BYTES, CARD_BYTES_PER_S = 48 * GIB, 864e9
 SLOW = Rates(FORECAST_FLOPS[0], 0.35 * CARD_BYTES_PER_S)  # products as in the published run; half of fast copies
-FAST = Rates(FORECAST_FLOPS[-1], 0.7 * CARD_BYTES_PER_S)
+FAST = Rates(FORECAST_FLOPS[-1], 0.7 * CARD_BYTES_PER_S)  # shares of peaks that an H200 reached
 DECODING = (1, 8)
 
 
@@ -59,7 +59,7 @@ def forecast() -> str:
     return (
         f"**Modelled, not measured:** the memory plan's cost model has eight W7900D do {'; '.join(parts)}. From cards "
         f"that reach {SLOW.flops_per_s / 1e12:g} TFLOP/s of products and {SLOW.bytes_per_s / 1e9:.0f} GB/s while busy "
-        f"to cards that reach {FAST.flops_per_s / 1e12:g} and {FAST.bytes_per_s / 1e9:.0f}: both are assumed. Of the "
-        f"published rows of another engine the model is {checks} off, of which the first fixed its rate. Nothing was "
-        "measured on such cards."
+        f"to cards that reach {FAST.flops_per_s / 1e12:g} and {FAST.bytes_per_s / 1e9:.0f}. The first are assumed, the "
+        f"others are the shares of its ceilings that one H200 reached. Of the published rows of another engine the "
+        f"model is {checks} off, of which the first fixed its rate. Nothing was measured on such cards."
     )
