@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,28 +117,38 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Tensors of rows in one piece of memory, behind the tables that a captured step reads of those rows.
-
-    data_u8 [bytes], of which n_table_bytes are tables; places of the tensors, which may have more rows than there are
+class Layout:
+    """How n_rows rows lie in n_bytes of memory. The first n_table_bytes are the tables that a captured step reads of
+    them; some of the tensors lie there. Two that are equal are one object: made by Layout.of.
     """
 
-    data_u8: Tensor
+    n_rows: int
+    n_bytes: int
     n_table_bytes: int
     places: tuple[Place, ...]
 
-    @property
-    def tables_u8(self) -> Tensor:
-        return self.data_u8[: self.n_table_bytes]
+    @staticmethod
+    @cache
+    def of(n_rows: int, n_bytes: int, n_table_bytes: int, places: tuple[Place, ...]) -> Layout:
+        return Layout(n_rows, n_bytes, n_table_bytes, places)
 
-    def is_laid_out_as(self, other: Packed) -> bool:
-        return len(self.data_u8) == len(other.data_u8) and self.places == other.places
+    def behind_tables(self) -> tuple[Place, ...]:
+        """Places of what is not in the tables."""
+        return tuple(place for place in self.places if place.start >= self.n_table_bytes)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tensors of rows in one piece of memory, data_u8 [layout.n_bytes]."""
+
+    data_u8: Tensor
+    layout: Layout
 
     def tensors(self, n_rows: int | None = None) -> dict[str, Any]:
         """By field of a HandOff, the first n_rows rows of each, or all."""
-        return {place.field: self._tensor(place)[:n_rows] for place in self.places}
+        return {place.field: self.at(place)[:n_rows] for place in self.layout.places}
 
-    def _tensor(self, place: Place) -> Tensor:
+    def at(self, place: Place) -> Tensor:
         typed, strides, step = self.data_u8.view(place.dtype), list[int](), 1
         for size in reversed(place.shape):
             strides.append(step)
@@ -251,7 +262,7 @@ class HandOff:
 class StepRows:
     """Rows of a decode step between two captured visits: a hand-off that lies as both of them have it.
 
-    packed  of as many rows as the captured steps have; the first are those of `spans`
+    packed  of as many rows as the captured steps have, at least; the first are those of `spans`
     rings   numbers of the sequences' rings in its tables; a stage that gave them others makes tables of its own
 
     The other fields are as in HandOff.

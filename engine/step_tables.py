@@ -47,11 +47,19 @@ class StepRope:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """n_rows of a step, padding included; table_width pages that a sequence may have; window rows that a row sees."""
+    """
+    n_rows       of a step, padding included
+    table_width  pages that a sequence may have
+    window       rows that a row sees
+    n_back       ids of a row, its own first
+    n_streams    residual streams
+    """
 
     n_rows: int
     table_width: int
     window: int
+    n_back: int
+    n_streams: int
 
 
 class StepTables:
@@ -78,6 +86,7 @@ class StepTables:
         self._row_tiles = RowTiles.of([1] * sizes.n_rows)
         self._host["tiles"][:] = self._row_tiles.tiles_i32.numpy()
         self._host["sequence"][:] = np.arange(sizes.n_rows)
+        self._host["pre"][:, 0] = 1.0  # the first sublayer collapses stream 0 alone
 
     def _tables(self) -> dict[str, _Table]:
         n, width = self.sizes.n_rows, self._rope.width
@@ -90,16 +99,24 @@ class StepTables:
             "pages": ((n, self.sizes.table_width), np.int32),
             "from": ((n,), np.int64),
             "id": ((n,), np.int32),
+            "lookback": ((n, self.sizes.n_back), np.int32),
+            "pre": ((n, self.sizes.n_streams), np.float32),
             "pair": ((n, 2), np.int32),
             "tiles": ((n, 4), np.int32),
             **dict.fromkeys(integers, ((n,), np.int32)),
             **dict.fromkeys(turns, ((n, width), np.float32)),
         }
 
-    def fill(self, spans: Sequence[RowSpan], states: Sequence[SequenceState], ids: Sequence[int] = ()) -> None:
+    def start(self, name: str) -> int:
+        """Where a table begins."""
+        return self._places[name].start
+
+    def fill(
+        self, spans: Sequence[RowSpan], states: Sequence[SequenceState], lookback_i32: NDArray | None = None
+    ) -> None:
         """Write the rows of these spans, of one row each, into host_u8; their sequences are in these states.
 
-        ids  of each row's token, where a visit embeds them
+        lookback_i32  [n, N] as in HandOff; None: it and the ids are left as they are
         """
         host, sizes, n = self._host, self.sizes, len(spans)
         from_i64 = np.minimum(np.arange(sizes.n_rows), n - 1)
@@ -117,8 +134,9 @@ class StepTables:
         host["slot"][:] = ring * slots + position % slots
         for ratio in RATIOS:
             host[f"visible{ratio}"][:] = (position + 1) // ratio
-        if ids:
-            host["id"][:] = np.array(ids)[from_i64]
+        if lookback_i32 is not None:
+            host["lookback"][:] = lookback_i32[from_i64]
+            host["id"][:] = host["lookback"][:, 0]
         self._fill_pairs(position, ring)
         positions = position.tolist()
         self._rope.fill(positions, 0, host["cos_plain"], host["sin_plain"])

@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rocline.arena.spans import ArenaFull
@@ -19,6 +20,7 @@ from rocline.engine.handoff import (
     FirstStep,
     FreshRows,
     HandOff,
+    Layout,
     Packed,
     Place,
     RowKind,
@@ -152,8 +154,10 @@ class Steps:
         self._row_counts = counts
 
     def _captured(self, memory: StageMemory, visit: int, n_rows: int, by: Capturing, room: StepRoom) -> Step:
-        sizes = StepSizes(n_rows, room.table_width, self._config.sliding_window)
-        reach = reach_for(self._config, "full", 2)
+        config = self._config
+        n_back, n_streams = config.engram_max_ngram_size, config.hc_mult
+        sizes = StepSizes(n_rows, room.table_width, config.sliding_window, n_back, n_streams)
+        reach = reach_for(config, "full", 2)
         # Each is the second row of a sequence: it closes a pair, as only some of the rows do that come later.
         spans = tuple(RowSpan(-1 - row, 1, 1, RowKind.DECODE, reach, 1) for row in range(n_rows))
         with torch.inference_mode(), scratch.use(memory), memory.scope():
@@ -162,15 +166,16 @@ class Steps:
             engram = StepEngram({layer: _table_rows(by.engram_tables[layer], n_rows) for layer in here})
             entered, left = _ends(self._visits[visit])
             inputs = self._packed(n_rows, entered, tables)
-            places = tables.on_device(inputs.tables_u8, spans, room.context)
+            places = tables.on_device(inputs.data_u8, spans, room.context)
             self._sequences.update((span.sequence, by.stand_in()) for span in spans)
             try:
                 with capture() as graph, memory.set_apart(inputs.data_u8):
                     rows = by.layers(visit, HandOff(spans, **inputs.tensors(), engram=engram), places.tables)
                     made = self._packed(n_rows, left, tables)
-                    copy_rows(inputs.tables_u8, made.tables_u8)
-                    for field, tensor in made.tensors().items():
-                        copy_rows(getattr(rows, field), tensor)
+                    n_table_bytes = made.layout.n_table_bytes
+                    copy_rows(inputs.data_u8[:n_table_bytes], made.data_u8[:n_table_bytes])
+                    for place in made.layout.behind_tables():
+                        copy_rows(getattr(rows, place.field), made.at(place))
             finally:
                 for span in spans:
                     del self._sequences[span.sequence]
@@ -178,23 +183,27 @@ class Steps:
 
     def _packed(self, n_rows: int, layer: int, tables: StepTables) -> Packed:
         """Room for what enters a layer: a list once an index source has run, blocks once their producer has."""
-        config, before = self._config, self._config.layers[:layer]
+        config, before, end = self._config, self._config.layers[:layer], len(tables.host_u8)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "positions_i32": ((n_rows,), torch.int32),
-            "lookback_i32": ((n_rows, config.engram_max_ngram_size), torch.int32),
-            "pre_f32": ((n_rows, config.hc_mult), torch.float32),
-            "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16),
+            "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16)
         }
+        pre = (n_rows, config.hc_mult), torch.float32
+        if layer:
+            shapes["pre_f32"] = pre
         if any(role.has_indexer for role in before):
             shapes["selected_i32"] = (n_rows, config.index_topk), torch.int32
         if any(role.writes_candidates for role in before):
             shapes["blocks_i32"] = (n_rows, config.candidate_topk_blocks), torch.int32
-        places, end = [], len(tables.host_u8)
+        places = [
+            Place("positions_i32", tables.start("position"), (n_rows,), torch.int32),
+            Place("lookback_i32", tables.start("lookback"), (n_rows, config.engram_max_ngram_size), torch.int32),
+        ]
+        places += [] if layer else [Place("pre_f32", tables.start("pre"), *pre)]
         for field, (shape, dtype) in shapes.items():
             end += -end % ALIGNMENT
             places.append(Place(field, end, shape, dtype))
             end += prod(shape) * dtype.itemsize
-        return Packed(scratch.u8(end), len(tables.host_u8), tuple(places))
+        return Packed(scratch.u8(end), Layout.of(n_rows, end, len(tables.host_u8), tuple(places)))
 
     def has(self, spans: Sequence[RowSpan]) -> bool:
         """Whether rows of these spans run as steps, in every visit."""
@@ -202,10 +211,13 @@ class Steps:
 
     def find(self, visit: int, rows: Rows | FirstStep) -> Step | None:
         """The step that these rows may run as."""
+        if isinstance(rows, StepRows):
+            layout = rows.packed.layout
+            step = self._steps.get((visit, layout.n_rows))
+            return step if step and step.inputs.layout is layout else None
         if not self.has(rows.spans):
             return None
-        step = self._steps[visit, next(n for n in self._row_counts if n >= len(rows.spans))]
-        return step if not isinstance(rows, StepRows) or rows.packed.is_laid_out_as(step.inputs) else None
+        return self._steps[visit, next(n for n in self._row_counts if n >= len(rows.spans))]
 
     def run(self, step: Step, rows: Rows | FirstStep) -> StepRows:
         """A visit's rows, in this thread's memory, from what enters it there; StepRows may lie in step.inputs already.
@@ -216,7 +228,8 @@ class Steps:
         states = [self._sequences[span.sequence] for span in spans]
         rings = tuple(state.ring_number for state in states)
         if isinstance(rows, FirstStep):
-            self._begin(step, rows, states)
+            self._put_tables(step, spans, states, rows.lookback_i32.numpy())
+            embedding(step.places.ids_i32, rows.table_bf16, inputs.tensors()["streams_bf16"])
         elif isinstance(rows, HandOff):
             self._put_tables(step, spans, states)
             for field, into in inputs.tensors().items():
@@ -235,35 +248,22 @@ class Steps:
             engram.release()
             engram = None
         step.graph.launch()
-        made_u8 = scratch.u8(len(step.made.data_u8))
+        layout = step.made.layout
+        made_u8 = scratch.u8(layout.n_bytes)
         _copy_bytes(step.made.data_u8, made_u8)
-        packed = Packed(made_u8, step.made.n_table_bytes, step.made.places)
-        return StepRows(spans, packed, rings, (*rows.fresh, *self._fresh(step.fresh, spans)), engram=engram)
+        return StepRows(
+            spans, Packed(made_u8, layout), rings, (*rows.fresh, *self._fresh(step.fresh, spans)), engram=engram
+        )
 
     def _put_tables(
-        self, step: Step, spans: Sequence[RowSpan], states: Sequence[SequenceState], ids: Sequence[int] = ()
+        self,
+        step: Step,
+        spans: Sequence[RowSpan],
+        states: Sequence[SequenceState],
+        lookback_i32: NDArray | None = None,
     ) -> None:
-        step.tables.fill(spans, states, ids)
-        scratch.put(step.tables.host_u8, step.inputs.tables_u8)
-
-    def _begin(self, step: Step, rows: FirstStep, states: Sequence[SequenceState]) -> None:
-        """What enters the first layer: two copies from the host, and the embedding."""
-        inputs, n_rows = step.inputs, step.tables.sizes.n_rows
-        lookback_i32 = _padded(rows.lookback_i32, n_rows)
-        self._put_tables(step, rows.spans, states, rows.lookback_i32[:, 0].tolist())
-        positions_i32 = torch.tensor([span.start for span in rows.spans], dtype=torch.int32)
-        pre_f32 = torch.zeros((n_rows, self._config.hc_mult))
-        pre_f32[:, 0] = 1.0  # the first sublayer collapses stream 0 alone
-        host = {"positions_i32": _padded(positions_i32, n_rows), "lookback_i32": lookback_i32, "pre_f32": pre_f32}
-        first, *_, last = places = [place for place in inputs.places if place.field in host]
-        end = last.start + host[last.field].nbytes
-        together_u8 = torch.zeros(end - first.start, dtype=torch.uint8)
-        for place in places:
-            at = place.start - first.start
-            data_u8 = host[place.field].contiguous().view(-1).view(torch.uint8)
-            together_u8[at : at + len(data_u8)] = data_u8
-        scratch.put(together_u8, inputs.data_u8[first.start : end])
-        embedding(step.places.ids_i32, rows.table_bf16, inputs.tensors()["streams_bf16"])
+        step.tables.fill(spans, states, lookback_i32)
+        scratch.put(step.tables.host_u8, step.inputs.data_u8[: step.inputs.layout.n_table_bytes])
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
         """Of the fresh rows those that the spans close."""

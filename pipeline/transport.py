@@ -213,8 +213,7 @@ class PeerCopies:
             link.copy(parts, lease.ready)
         finally:
             copied.record()  # where a copy was refused, of those before it
-        packed = Packed(room_u8, sent.packed.n_table_bytes, sent.packed.places)
-        return StepRows(sent.spans, packed, sent.rings, fresh, engram=sent.engram)
+        return StepRows(sent.spans, Packed(room_u8, sent.packed.layout), sent.rings, fresh, engram=sent.engram)
 
     def has_left(self, sent: Rows) -> bool:
         if isinstance(sent.lease, _SentLease) and not all(event.done() for event in sent.lease.copies):

@@ -25,6 +25,10 @@ from rocline.hip_kernels.kernel import launch_counts
 WIDTH = 40  # pages of a table
 
 
+def step_sizes(config, n_rows):
+    return StepSizes(n_rows, WIDTH, config.sliding_window, config.engram_max_ngram_size, config.hc_mult)
+
+
 def step_spans(config, positions):
     return tuple(
         RowSpan(sequence, at, 1, RowKind.DECODE, reach_for(config, "full", at + 1), at)
@@ -44,7 +48,7 @@ def test_tables_are_those_of_any_rows(micro_model, rng, n_padded):
     spans, rope = step_spans(config, positions), RopeTables(config)
     want = TableMaker(rope, config.sliding_window, True, (1, 2)).tables(spans, states)
     n = len(spans)
-    tables = StepTables(StepSizes(n + n_padded, WIDTH, config.sliding_window), StepRope(rope))
+    tables = StepTables(step_sizes(config, n + n_padded), StepRope(rope))
     for _ in range(2):  # what was there before does not shine through
         tables.fill(spans[::-1], states[::-1])
         tables.fill(spans, states)
@@ -74,7 +78,7 @@ def test_tables_are_those_of_any_rows(micro_model, rng, n_padded):
 
 def test_a_row_that_closes_no_pair_stores_none(micro_model):
     config = ModelConfig.load(micro_model).text_config
-    tables = StepTables(StepSizes(2, WIDTH, config.sliding_window), StepRope(RopeTables(config)))
+    tables = StepTables(step_sizes(config, 2), StepRope(RopeTables(config)))
     tables.fill(step_spans(config, [8, 9]), [SequenceState(n, {}, {}, [n]) for n in range(2)])
     groups = tables.on_device(tables.host_u8, step_spans(config, [8, 9]), 1 << 20).tables.groups
     assert groups[2].positions_i32.tolist() == [-1, 4]
