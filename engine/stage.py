@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rocline.engine import scratch
+from rocline.engine.choices import Choices
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FirstStep, HandOff, RowKind, Rows, StepRows, gathered
+from rocline.engine.handoff import FirstStep, HandOff, Rows, StepRows, gathered
 from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.layers.attention import AttentionWeights
@@ -111,6 +112,7 @@ class Stage:
         ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
         self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
+        self._choices = Choices(self.config, planes, self.sequences)
         self._own_pairs = [visit.kv_sides & self._pairs.keys() for visit in self.visits]
         self.steps = Steps(self.config, self.visits, rope, self.sequences)
 
@@ -334,7 +336,7 @@ class Stage:
         if role.ratio not in running.tables.groups:
             fresh = self._sides.one_by_one(role, side, rows, u_bf16, record)
         else:
-            if entered and isinstance(weights, LayerWeights) and weights.indexer and self._is_prepared(role):
+            if entered and isinstance(weights, LayerWeights) and weights.indexer and self._choices.is_prepared(role):
                 both = side, role.ratio, weights.indexer, u_bf16
                 projected, raw_bf16 = indexer.projection_and_head_weights(config, *both)
             else:
@@ -345,10 +347,6 @@ class Stage:
             self._last_keys = role.layer
         running = self._from_floors(replace(running, rows=replace(rows, fresh=(*rows.fresh, *fresh))), floors)
         return running, entered, raw_bf16
-
-    def _is_prepared(self, role: LayerRole) -> bool:
-        """Whether the keys that the layer scores are kept as kernels read them."""
-        return role.kv_source in self.planes.prepared_u8
 
     def _from_floors(self, running: _Running, floors: list[int]) -> _Running:
         """Only the rows at or after each span's floor; the streams are whole."""
@@ -388,16 +386,21 @@ class Stage:
         if record is not ignore:
             made_u8 = fresh_u8 if rings is None else gathered(fresh_u8, rings.slots_i32.long())
             record(layer, "window_kv", made_u8)
-        if role.has_indexer and self._is_prepared(role):
+        if role.has_indexer and self._choices.is_prepared(role):
             assert weights.indexer is not None
             q_bf16, index_bf16 = indexer.both_queries(config, w, weights.indexer, low, turn)
             if raw_bf16 is None:
                 raw_bf16 = indexer.raw_head_weights(config, weights.indexer, u_bf16)
-            running = replace(running, rows=self._select_prepared(role, running, index_bf16, raw_bf16, record))
+            looking = running.tables, index_bf16, raw_bf16
+            running = replace(running, rows=self._choices.together(role, running.rows, *looking, record))
         else:
             q_bf16 = attention.rotated_query(config, w, low, turn)
             if role.has_indexer:
-                running = replace(running, rows=self._select(role, weights, running, u_bf16, low.qr_bf16, record))
+                assert weights.indexer is not None
+                of_rows = running.rows, u_bf16, low.qr_bf16, running.tables.turn(role.ratio)
+                last_keys = self._last_keys if self._shared_key_slot else None
+                chosen = self._choices.one_by_one(role, weights.indexer, *of_rows, record, last_keys)
+                running = replace(running, rows=chosen)
         record(layer, "qr", low.qr_bf16)
         record(layer, "q", q_bf16)
         heads_bf16 = self._attend(role, w, running, all_rows, fresh_u8, rings, q_bf16)
@@ -457,78 +460,6 @@ class Stage:
                 cos_f32, sin_f32 = turn.cos_f32[tail], turn.sin_f32[tail]
                 attend(q_bf16[tail], seen, own, sink_f32, cos_f32, sin_f32, q_bf16[tail])
         return q_bf16
-
-    def _select_prepared(
-        self, role: LayerRole, running: _Running, index_bf16: Tensor, head_weights_bf16: Tensor, record: Recorder
-    ) -> HandOff:
-        """_select for all spans at once, from index queries [R, h * d] and head weights, both as projected."""
-        assert role.kv_source is not None
-        config, rows, tables = self.config, running.rows, running.tables
-        selected_i32, blocks_i32 = self._room_for_choice(role, rows)
-        q_rows_u8 = None if record is ignore else indexer.query_room(config, rows.n_rows)
-        looking = index_bf16, head_weights_bf16, q_rows_u8
-        keys_u8 = self.planes.prepared_u8[role.kv_source]
-        indexer.select_prepared(config, role, keys_u8, tables, *looking, selected_i32, blocks_i32)
-        if q_rows_u8 is not None:
-            record(role.layer, "index_q", q_rows_u8)
-        return _chosen(role, rows, head_weights_bf16, selected_i32, blocks_i32, record)
-
-    def _select(
-        self,
-        role: LayerRole,
-        weights: LayerWeights,
-        running: _Running,
-        u_bf16: Tensor,
-        qr_bf16: Tensor,
-        record: Recorder,
-    ) -> HandOff:
-        """The hand-off with this index source's list, and its candidate blocks if it produces them."""
-        assert weights.indexer is not None
-        assert role.kv_source is not None
-        config, rows = self.config, running.rows
-        q_rows_u8 = indexer.query_rows(config, weights.indexer, qr_bf16, running.tables.turn(role.ratio))
-        weights_bf16 = indexer.head_weights(config, weights.indexer, u_bf16)
-        selected_i32, blocks_i32 = self._room_for_choice(role, rows)
-        for span, place in rows.slices():
-            keys = role.kv_source
-            if self._shared_key_slot and span.kind is RowKind.DECODE and self._last_keys is not None:
-                keys = self._last_keys
-            indexer.select(
-                config,
-                role,
-                self.planes.keys_u8[keys],
-                self.sequences[span.sequence].table_i32,
-                span,
-                q_rows_u8[place],
-                weights_bf16[place],
-                selected_i32[place],
-                None if blocks_i32 is None else blocks_i32[place],
-                record,
-            )
-        record(role.layer, "index_q", q_rows_u8)
-        return _chosen(role, rows, weights_bf16, selected_i32, blocks_i32, record)
-
-    def _room_for_choice(self, role: LayerRole, rows: HandOff) -> tuple[Tensor, Tensor | None]:
-        """The list to be filled, and the candidate blocks: to be filled by their producer, else as they are."""
-        config, blocks_i32 = self.config, rows.blocks_i32
-        if role.writes_candidates:
-            blocks_i32 = scratch.i32(rows.n_rows, config.candidate_topk_blocks)
-        return scratch.i32(rows.n_rows, config.index_topk), blocks_i32
-
-
-def _chosen(
-    role: LayerRole,
-    rows: HandOff,
-    head_weights_bf16: Tensor,
-    selected_i32: Tensor,
-    blocks_i32: Tensor | None,
-    record: Recorder,
-) -> HandOff:
-    record(role.layer, "index_w", head_weights_bf16)
-    record(role.layer, "sel", selected_i32)
-    if role.writes_candidates and blocks_i32 is not None:
-        record(role.layer, "cand_blocks", blocks_i32)
-    return replace(rows, selected_i32=selected_i32, blocks_i32=blocks_i32)
 
 
 def _record_mix(record: Recorder, layer: int, name: str, mixed: streams.Coefficients) -> None:
