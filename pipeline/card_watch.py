@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rocline.pipeline.sysfs_cards import Card, Sensors
+from rocline.pipeline.sysfs_cards import CardMemory, Sensors
 
 GIB = 1 << 30
 SENSORS_S = 1.0  # between two looks at them: the card's firmware has to answer
@@ -17,6 +17,16 @@ STILL_READINGS = 30  # of the sensors, the same again
 MOVED_BYTES, DISAGREE_S = 64 << 20, 5.0
 HIGHS = ("power_w", "junction_c", "memory_c")
 NO_SENSORS = Sensors(None, None, None, None, None, None, None, None, None)
+
+
+class Watched(Protocol):
+    """A card, as sysfs_cards.Card."""
+
+    pci_id: str
+    name: str
+
+    def memory(self) -> CardMemory: ...
+    def sensors(self) -> Sensors: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class CardWatch:
 
     def __init__(
         self,
-        card: Card,
+        card: Watched,
         floor_bytes: int,
         alarm: Callable[[str], None],
         hip_free: Callable[[], int] | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 SYSFS = Path("/sys")
 # Of gpu_metrics, version 1.3, which RDNA 3 has: its size, and where the 64 throttle bits are that mean the same on
@@ -20,6 +20,13 @@ SYSFS = Path("/sys")
 _METRICS_BYTES, _THROTTLE_AT = 120, 112
 _THROTTLE_GROUPS = ("power", "current", "temperature", "other")
 _NOT_KNOWN = (1 << 64) - 1
+
+
+class HasPciId(Protocol):
+    pci_id: str
+
+
+AnyCard = TypeVar("AnyCard", bound=HasPciId)
 
 
 class CardMemory(NamedTuple):
@@ -101,7 +108,7 @@ def cards(sysfs: Path = SYSFS) -> list[Card]:
     return sorted(found, key=lambda card: card.pci_id)
 
 
-def card_at(among: Sequence[Card], pci_id: str) -> Card | None:
+def card_at(among: Sequence[AnyCard], pci_id: str) -> AnyCard | None:
     """The card at a PCI id; its function may differ, which HIP calls 0 whatever it is."""
     here = [card for card in among if _slot(card.pci_id) == _slot(pci_id)]
     return here[0] if len(here) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -12,17 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
-from rocline.pipeline.card_watch import GIB, CardWatch
-from rocline.pipeline.sysfs_cards import SYSFS, Card, card_at, cards
+from rocline.pipeline.card_watch import GIB, NO_SENSORS, CardWatch, Watched
+from rocline.pipeline.sysfs_cards import SYSFS, CardMemory, Sensors, card_at, cards
 from rocline.tools.files import explained
 from rocline.tools.flags import at_least
 from rocline.tools.vram_picture import clock, draw
 from rocline.tools.vram_server import Server, ServerError
 from rocline.tools.vram_session import Session
+
+if TYPE_CHECKING:
+    from rocline.hip_kernels.driver import Device
 
 EXIT_ALARM, EXIT_WRONG_INPUT = 1, 2
 FLOOR_GIB = 1.5  # what a plan leaves
@@ -83,11 +87,12 @@ def _watch(args: argparse.Namespace, held: ExitStack) -> int:
     def say(text: str) -> None:
         console.print(f"vram: {clock(time.time())}: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    shown = _cards(args)
+    shown = _cards(args, say)
     csv_file = held.enter_context(_opened(args.csv)) if args.csv else None
     svg_file = held.enter_context(_opened(args.svg)) if args.svg else None
     server = _server(args.url, shown, say, held) if args.url else None
-    hip = {} if args.no_hip or args.url or args.sysfs else _hip_free(shown, say)
+    asks_hip = not (args.no_hip or args.url or args.sysfs or any(isinstance(card, HipCard) for card in shown))
+    hip = _hip_free(shown, say) if asks_hip else {}
     floor_bytes = int(args.floor_gib * GIB)
     watches = [CardWatch(card, floor_bytes, say, hip.get(card.pci_id)) for card in shown]
     session = Session(watches, args.interval_ms / 1000, say, server, csv_file, keeps_curves=bool(svg_file))
@@ -122,13 +127,50 @@ def _write(file: TextIO, text: str) -> None:
         raise VramError(explained(error, file.name)) from error
 
 
-def _cards(args: argparse.Namespace) -> list[Card]:
+class HipCard:
+    """A card of which only HIP tells, and memory alone: a container may have no /sys."""
+
+    def __init__(self, device: Device, pci_id: str) -> None:
+        self.pci_id, self.name, self._device = pci_id, device.name, device
+
+    def memory(self) -> CardMemory:
+        try:
+            reading = self._device.memory()
+        except RuntimeError as error:
+            raise OSError(errno.EIO, str(error), self.pci_id) from error
+        return CardMemory(reading.total_bytes - reading.free_bytes, reading.total_bytes)
+
+    def sensors(self) -> Sensors:
+        return NO_SENSORS
+
+
+def _hip_cards(why_not: str, say: Say) -> list[Watched]:
+    """Where the driver shows none. Raises VramError, with why_not, where HIP shows none either."""
+    # Only where it is needed: torch, which comes with it, takes seconds and 200 MB.
+    from rocline.hip_kernels.driver import devices
+    from rocline.hip_kernels.runtime import HipError
+    from rocline.pipeline.headroom import pci_id_of
+
+    try:
+        found: list[Watched] = [HipCard(device, pci_id_of(device)) for device in devices()]
+    except HipError as error:
+        raise VramError(f"{why_not}; nor does HIP: {error}") from error
+    if not found:
+        raise VramError(f"{why_not}, and HIP none: there is no GPU to watch on this host")
+    say(f"{why_not}: HIP alone is asked, which has no sensors")
+    return found
+
+
+def _cards(args: argparse.Namespace, say: Say) -> list[Watched]:
     sysfs = args.sysfs or SYSFS
     if not sysfs.is_dir():
         raise VramError(f"{sysfs}: not a folder")
-    shown = cards(sysfs)
+    shown: list[Watched] = [*cards(sysfs)]
     if not shown:
-        raise VramError(f"{sysfs}/class/drm shows no card of the amdgpu driver: there is no GPU to watch on this host")
+        why_not = f"{sysfs}/class/drm shows no card of the amdgpu driver"
+        if args.sysfs or args.no_hip or args.url:
+            raise VramError(f"{why_not}: there is no GPU to watch on this host")
+        shown = _hip_cards(why_not, say)
     chosen = {pci_id: card_at(shown, pci_id) for pci_id in args.card or ()}
     if missing := [pci_id for pci_id, card in chosen.items() if card is None]:
         there = ", ".join(card.pci_id for card in shown)
@@ -136,7 +178,7 @@ def _cards(args: argparse.Namespace) -> list[Card]:
     return [card for card in shown if card in chosen.values()] if chosen else shown
 
 
-def _server(url: str, shown: Sequence[Card], say: Say, held: ExitStack) -> Server:
+def _server(url: str, shown: Sequence[Watched], say: Say, held: ExitStack) -> Server:
     keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
     server = held.enter_context(closing(Server(url, next(filter(None, keys), None), say)))
     if not any(server.is_on(card.pci_id) for card in shown):
@@ -144,10 +186,9 @@ def _server(url: str, shown: Sequence[Card], say: Say, held: ExitStack) -> Serve
     return server
 
 
-def _hip_free(shown: Sequence[Card], say: Say) -> dict[str, Callable[[], int]]:
+def _hip_free(shown: Sequence[Watched], say: Say) -> dict[str, Callable[[], int]]:
     """HIP's word for the free bytes of those cards that it knows, by PCI id."""
-    # Only here: torch, which comes with it, takes seconds and 200 MB.
-    from rocline.hip_kernels.driver import Device, devices
+    from rocline.hip_kernels.driver import devices
     from rocline.hip_kernels.runtime import HipError
     from rocline.pipeline.headroom import pci_id_of
 

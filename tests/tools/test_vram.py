@@ -60,6 +60,33 @@ def rows(file):
 # What it gives
 
 
+def test_where_the_driver_shows_nothing_hip_alone_is_asked(hip_device, sysfs, monkeypatch, capsys):
+    """As in a container without /sys."""
+    (sysfs.root / "class" / "drm").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(vram, "SYSFS", sysfs.root)
+    slab = devices()[0].allocate(1 << 20)
+    assert cli.main(["vram", "--seconds", "0.05", "--interval-ms", "5", "--floor-gib", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)["cards"]
+    assert [card["card"] for card in told] == [pci_id_of(device) for device in devices()]
+    memory = devices()[0].memory()
+    assert (told[0]["total_bytes"], told[0]["min_free"]["bytes"]) == (memory.total_bytes, memory.free_bytes)
+    assert (told[0]["max"], told[0]["looks_failed"], told[0]["looks_frozen"]) == ({}, 0, 0)
+    assert "no card of the amdgpu driver: HIP alone is asked" in err
+    slab.free()
+
+
+def test_a_card_that_hip_loses_is_told(hip_device, sysfs, monkeypatch, capsys):
+    monkeypatch.setattr(vram, "SYSFS", sysfs.root)
+
+    def lost(device):
+        raise HipError("hipMemGetInfo: hipErrorNoDevice (100)")
+
+    monkeypatch.setattr(driver.Device, "memory", lost)
+    assert cli.main(["vram", "--seconds", "0.02", "--interval-ms", "5"]) == vram.EXIT_ALARM
+    assert "cannot be read: hipMemGetInfo: hipErrorNoDevice (100)" in capsys.readouterr().err
+
+
 def test_everything_at_once(rocline, sysfs, tmp_path):
     sysfs.add(used_bytes=40 * GIB).throttle(1)
     sysfs.add(used_bytes=TOTAL - 2 * GIB - 1000)
