@@ -8,10 +8,11 @@ from rocline.arena.spans import MIB
 
 WIDTH, MAP_HEIGHT, LINE_HEIGHT, LEFT, GAP = 1200, 640, 160, 90, 40
 TICKS = 8
+_UNITS = (("ms", 1_000_000), ("us", 1_000), ("ns", 1))
 
 
 def report_html(report: ReplayReport, title: str) -> str:
-    """The page: slab addresses over time, and the largest free span under it.
+    """The page: slab addresses over time since the trace's start, and the largest free span under it.
 
     A span is coloured by its operator, solid while used, hatched while pending. Takes a report of
     `replay(..., picture=True)`.
@@ -41,6 +42,13 @@ class _Scale:
 
     def __init__(self, start_ns: int, end_ns: int, slab_bytes: int) -> None:
         self.start_ns, self.end_ns, self.slab_bytes = start_ns, end_ns, slab_bytes
+        span_ns = end_ns - start_ns  # traces of shapes count events, a nanosecond each
+        self._unit, self._unit_ns = next(unit for unit in _UNITS if span_ns >= unit[1])
+
+    def time(self, time_ns: int) -> str:
+        """Since the start, in the unit that the whole span is read in."""
+        n_units = (time_ns - self.start_ns) / self._unit_ns
+        return f"{n_units:,.0f} ns" if self._unit == "ns" else f"{n_units:,.3f} {self._unit}"
 
     def x(self, time_ns: int) -> float:
         return LEFT + WIDTH * (time_ns - self.start_ns) / (self.end_ns - self.start_ns)
@@ -65,7 +73,7 @@ def _rect(scale: _Scale, place: Placement, from_ns: int, to_ns: int, fill: str, 
     x, top = scale.x(from_ns), scale.y(place.offset + place.size_bytes)
     tip = (
         f"{place.operator or 'no operator'}: {place.size_bytes / MIB:.3f} MiB at {place.offset:#x}, {state} "
-        f"{from_ns / 1e6:.3f} to {to_ns / 1e6:.3f} ms"
+        f"{scale.time(from_ns)} to {scale.time(to_ns)}"
     )
     return (
         f'<rect x="{x:.2f}" y="{top:.2f}" width="{max(scale.x(to_ns) - x, 0.2):.2f}" '
@@ -112,11 +120,11 @@ def _axes(scale: _Scale) -> list[str]:
     for tick in range(TICKS + 1):
         n_bytes = scale.slab_bytes * tick // TICKS
         time_ns = scale.start_ns + (scale.end_ns - scale.start_ns) * tick // TICKS
-        mib, ms = f"{n_bytes / MIB:,.1f}", f"{time_ns / 1e6:,.2f} ms"
+        mib, since = f"{n_bytes / MIB:,.1f}", scale.time(time_ns)
         out.append(f'<text class="left" x="{LEFT - 6}" y="{scale.y(n_bytes) + 4:.1f}">{mib}</text>')
         if tick % 4 == 0:
             out.append(f'<text class="left" x="{LEFT - 6}" y="{scale.line_y(n_bytes) + 4:.1f}">{mib}</text>')
-        out.append(f'<text class="under" x="{scale.x(time_ns):.1f}" y="{scale.line_y(0) + 16:.1f}">{ms}</text>')
+        out.append(f'<text class="under" x="{scale.x(time_ns):.1f}" y="{scale.line_y(0) + 16:.1f}">{since}</text>')
     return out
 
 

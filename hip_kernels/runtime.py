@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ def hip() -> Any:
     try:
         status, n_devices = module.hipGetDeviceCount()
     except RuntimeError as error:  # hip-python opens the library on the first call
+        why = re.sub(r"b'([^']*)'", r"\1", str(error))  # it names the file as a bytes object
         raise HipError(
-            f"HIP: no runtime library ({error}); install ROCm, or name its folder in ROCM_PATH, or use the CPU"
+            f"HIP: no runtime library ({why}); install ROCm, or name its folder in ROCM_PATH, or use the CPU"
         ) from error
     if status != 0 or n_devices == 0:
         raise HipError(

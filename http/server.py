@@ -25,6 +25,7 @@ LOG_S = 10.0  # between lines while anything runs
 TICK_S = 1.0
 GOODBYE_S = 2.0  # for the last events to reach their clients
 BACKLOG = 1024
+_OPENING = "open"  # the thread
 
 
 def notify(state: str) -> None:
@@ -34,6 +35,11 @@ def notify(state: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier, suppress(OSError):
         notifier.connect("\0" + address[1:] if address.startswith("@") else address)
         notifier.send(state.encode())
+
+
+def is_opening() -> bool:
+    """Whether the engine of a server that has ended is still being opened."""
+    return any(thread.name == _OPENING for thread in threading.enumerate())
 
 
 def _in_thread(function: Callable[[], EngineApi]) -> asyncio.Future[EngineApi]:
@@ -56,7 +62,7 @@ def _in_thread(function: Callable[[], EngineApi]) -> asyncio.Future[EngineApi]:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(set_outcome, outcome)
 
-    threading.Thread(target=work, name="open", daemon=True).start()
+    threading.Thread(target=work, name=_OPENING, daemon=True).start()
     return future
 
 
@@ -127,6 +133,7 @@ class Server:
         awaited: set[asyncio.Future[Any]] = {loading, stopped}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
+            log("end", drained=True)
             return 0
         try:
             engine = loading.result()

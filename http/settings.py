@@ -16,19 +16,22 @@ def body_limit(context: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """
-    host, port          where to listen; port 0: any free one
-    served_name         the model's name in answers
-    aliases             other names that requests may use
-    any_model           requests may use any name
-    api_key_file        keys, one a line; with ROCLINE_API_KEYS (separated by commas) unset too, no key is asked for
-    thinking            chat requests that do not say otherwise think first
-    workers             processes that parse and tokenise large bodies
-    idle_timeout_s      for a connection to send its next request, whole headers included
-    body_timeout_s      without a byte of an unfinished body
-    write_timeout_s     for a client that reads nothing while its buffers are full; its requests are then cancelled
-    progress_timeout_s  of an admitted request without a row or token; 0: none. Slow is no reason, only standing still
-    request_timeout_s   of a request from its arrival to its end; 0: none
-    drain_s             after SIGTERM, for requests to end
+    host                Address to listen on.
+    port                Port to listen on. 0: any free one, which the line `listening` of the log tells.
+    served_name         The model's name in answers.
+    aliases             Other names of the model that requests may use.
+    any_model           Whether requests may use any name for the model.
+    api_key_file        File of API keys, one a line. Unset, and ROCLINE_API_KEYS too: no key is asked for.
+    thinking            Whether chat requests that say nothing of it think before they answer.
+    workers             Processes that parse and tokenise large bodies.
+    idle_timeout_s      Seconds that a connection has to send its next request's headers, whole.
+    body_timeout_s      Seconds that may pass without a byte of an unfinished body.
+    write_timeout_s     Seconds that a client may read nothing while its buffers are full. Its requests are then
+                        cancelled.
+    progress_timeout_s  Seconds that an admitted request may stand still, without a prompt token or an output token
+                        done. Slow is no reason to end it. 0: no limit.
+    request_timeout_s   Seconds that a request may take from its arrival to its end. 0: no limit.
+    drain_s             Seconds that requests have to end after SIGTERM.
     """
 
     host: str = "127.0.0.1"

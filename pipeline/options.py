@@ -16,22 +16,27 @@ HOST_ARENA_GIB = 1.0
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """
-    device            where the layers run: cpu or hip
-    reference_op      on a GPU, operators that run by their torch reference there
-    stages            pipeline stages, a thread each
-    devices           cards they are spread over, neighbours together; None: one a stage, or as many cards as there are.
-                      On the CPU all are host memory
-    context           tokens of one request at most, prompt and output; None: the model's
-    kv_tokens         positions that all running requests together may hold; None: twice the context
-    chunk_rows        prompt rows that cross the stages together
-    mixed_chunk_rows  the same while any request decodes
-    inflight_chunks   chunks between the first stage and the last
-    running           requests that run at a time
-    queue             requests that wait before them
-    reserve_tokens    output tokens that a request has room for when it is admitted; it grows after that
-    groups            decode steps in flight; None: what the cost model finds fastest
-    arena_gib         slab of each stage; None: on a GPU what the memory plan says, on the CPU 1, address space until
-                      it is used
+    device            Where the layers run: cpu or hip.
+    reference_op      Operators that run by their torch reference on the GPU, to bring up a card; very slow.
+    stages            Pipeline stages that the layers are cut into. Each has a thread.
+    devices           Cards that the stages are spread over, neighbours together. Unset: one a stage, or as many cards
+                      as there are. On the CPU all are host memory.
+    placement         How layers are cut into stages: folded gives every stage layers of the encoder and of the decoder,
+                      contiguous gives it a run of neighbours.
+    context           Tokens of one request at most, prompt and output together. Unset: the model's limit.
+    kv_tokens         Tokens that all running requests together may hold. Unset: twice the context.
+    chunk_rows        Prompt tokens that cross the stages together.
+    mixed_chunk_rows  Prompt tokens that cross the stages together while any request decodes.
+    inflight_chunks   Chunks that may be under way between the first stage and the last.
+    running           Requests that run at a time, at most.
+    queue             Requests that may wait for those that run; more are refused.
+    reserve_tokens    Output tokens that a request has room for when it is admitted. It grows after that.
+    groups            Decode steps in flight. Unset: as many as the cost model finds fastest.
+    prefill           Layers that prompt tokens run: with halo only those of the encoder, but for the last few thousand
+                      tokens, with full every layer.
+    engram            Where the Engram tables are: ram reads them into memory, mmap maps their file.
+    arena_gib         GiB for the temporaries of each stage. Unset: what the memory plan says on a GPU, and on the CPU
+                      1 GiB, which is taken as it is used.
 
     None of these changes a bit of any answer.
     """

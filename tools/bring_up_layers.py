@@ -26,6 +26,7 @@ from rocline.engine.progress import ByteProgress
 from rocline.engine.weights import NOT_LOADED, ModelWeights, StoredWeights
 from rocline.hip_kernels.device_ops import KERNELS, PARTS
 from rocline.hip_kernels.driver import Device
+from rocline.pipeline.plan import counted
 from rocline.tools.bring_up_site import Site
 from rocline.tools.doctor_checks import Check
 from rocline.tools.golden_ops import block_mask
@@ -120,8 +121,9 @@ def layers(site: Site) -> Check:
                 return it
     nearest = max(findings, key=lambda f: (f.worst or 0.0) / (f.limit or 1.0))
     it.ok(
-        f"layers 0 to {len(host.roles) - 1}, {len(ids)} rows, on {len(site.found.devices)} cards as on the host; of "
-        f"the last card's fields {nearest.item} is nearest to its limit: {nearest.worst:.2g} of {nearest.limit:.2g}"
+        f"layers 0 to {len(host.roles) - 1}, {len(ids)} rows, on {counted(len(site.found.devices), 'card')} as on the "
+        f"host; of the last card's fields {nearest.item} is nearest to its limit: {nearest.worst:.2g} of "
+        f"{nearest.limit:.2g}"
     )
     return it
 

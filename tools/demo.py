@@ -254,9 +254,7 @@ class _Show:
 
     def _pictures(self, engine: Engine, recorder: Recorder) -> None:
         engine.stop_recording(stage=0)
-        events = recorder.events
-        events = [replace(event, time_ns=event.time_ns - events[0].time_ns) for event in events]  # the axis from 0 on
-        report = replay(events, plan_slab(events).slab_bytes, picture=True)
+        report = replay(recorder.events, plan_slab(recorder.events).slab_bytes, picture=True)
         (self._out / "arena.html").write_text(report_html(report, "Arena of stage 0 through the demo's request"))
         timeline = engine.timeline()
         (self._out / "timeline.svg").write_text(draw(timeline))
@@ -269,7 +267,8 @@ class _Show:
         table = Table(box=None, padding=(0, 2))
         for title in ("", "stages", "placement", "chunk rows", "ids", "logits", ""):
             table.add_column(title, no_wrap=True)
-        neighbour = Request(prompt_ids=first.request.prompt_ids[:1500], params=first.request.params)
+        prompt_ids = first.request.prompt_ids
+        neighbour = Request(prompt_ids=prompt_ids[: len(prompt_ids) // 3], params=first.request.params)
         other = Engine(engine.config, engine.weights, OTHER)
         ways = (
             ("served", SERVED, first),

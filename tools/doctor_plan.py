@@ -5,7 +5,7 @@ from __future__ import annotations
 from rocline.engine.config import ModelConfig
 from rocline.pipeline.options import Options
 from rocline.pipeline.placement import PlacementError
-from rocline.pipeline.plan import Request, make_plan
+from rocline.pipeline.plan import Request, counted, make_plan
 from rocline.tools.doctor_checks import Cards, Check, gib
 from rocline.tools.plan import plan_report
 
@@ -18,7 +18,7 @@ def plan(found: Cards, config: ModelConfig, what: str) -> Check:
         return it
     request = serving_request(found, config)
     it.values |= {"model": what, "devices": request.n_devices, "device_bytes": request.device_bytes}
-    on = f"{what} on {request.n_devices} cards with {gib(request.device_bytes)} free"
+    on = f"{what} on {counted(request.n_devices, 'card')} with {gib(request.device_bytes)} free"
     try:
         made = make_plan(config, request)
     except PlacementError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from rocline.engine.config import ModelConfig
 from rocline.pipeline.options import Options
 from rocline.tools.device import add_device_options, check_device_options
-from rocline.tools.serve import ConfigurationError, build, configuration
+from rocline.tools.serve import ConfigurationError, build, check_context, configuration
 
 NAMES = tuple(field.name for field in fields(Options))
 
@@ -47,6 +47,7 @@ def engine_options(args: Any, config: ModelConfig, **defaults: Any) -> Options:
     flags["chunk_rows"] = getattr(args, "chunk_rows", None)
     values = configuration(flags, os.environ, None, dict(args.set))
     options: Options = build(values, Options)
+    check_context(values, config)
     least = {"stages": min(options.stages, config.text_config.num_hidden_layers)}
     unsaid = {name: value for name, value in (least | defaults).items() if values[name].origin == "default"}
     try:

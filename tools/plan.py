@@ -27,7 +27,7 @@ from rocline.pipeline.forecast import (
     stage_shares,
 )
 from rocline.pipeline.placement import CHOICE_RATES, MAX_STAGES, PlacedStage, PlacementError, PlacementKind
-from rocline.pipeline.plan import GIB, HEADROOM_FLOOR_BYTES, KV_TOKENS, Drafts, Plan, Request, make_plan
+from rocline.pipeline.plan import GIB, HEADROOM_FLOOR_BYTES, KV_TOKENS, Drafts, Plan, Request, counted, make_plan
 from rocline.tools.files import explained
 from rocline.tools.flags import above_0, positive_int
 from rocline.tools.picture import page
@@ -274,9 +274,9 @@ def _decode(found: Plan, n_requests: int) -> dict[str, Any]:
 def _text(found: Plan, report: dict[str, Any]) -> Iterable[str]:
     request = found.request
     yield (
-        f"{found.model.n_layers} layers, {request.kind}, over {request.n_stages} stages on {request.n_devices} devices "
-        f"of {request.device_bytes / GIB:g} GiB. Chunk {request.chunk_rows:,} rows, context {request.context:,}, "
-        f"admitted tokens {request.kv_tokens:,}, drafts {request.drafts}."
+        f"{found.model.n_layers} layers, {request.kind}, over {counted(request.n_stages, 'stage')} on "
+        f"{counted(request.n_devices, 'device')} of {request.device_bytes / GIB:g} GiB. Chunk {request.chunk_rows:,} "
+        f"rows, context {request.context:,}, admitted tokens {request.kv_tokens:,}, drafts {request.drafts}."
     )
     yield from _stage_lines(found, report)
     yield from memory_lines(found)

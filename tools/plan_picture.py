@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocline.pipeline.plan import GIB
+from rocline.pipeline.plan import GIB, counted
 from rocline.tools.picture import svg, tick_step
 
 # In the order of the bar, from the left.
@@ -35,7 +35,7 @@ def draw(report: Mapping[str, Any]) -> str:
         body += _bar(number, device, report["headroom_floor_bytes"], px, top)
         body += _layers([stage for stage in report["stages"] if stage["device"] == number], top + _BAR + 5)
     title = (
-        f"Memory of {len(devices)} cards: {report['placement']}, context {report['context']:,}, "
+        f"Memory of {counted(len(devices), 'card')}: {report['placement']}, context {report['context']:,}, "
         f"{report['kv_tokens']:,} tokens admitted, chunks of {report['chunk_rows']:,}, drafts {report['drafts']}"
     )
     height = _TOP + _PITCH * len(devices) + 26

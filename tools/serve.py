@@ -22,7 +22,7 @@ from rocline.engine.synthetic import seed_of
 from rocline.engine.text import TokenizerError
 from rocline.http.pool import PromptPool
 from rocline.http.prompt import Limits
-from rocline.http.server import Server
+from rocline.http.server import Server, is_opening
 from rocline.http.serving import EngineApi, Serving
 from rocline.http.settings import Settings
 from rocline.pipeline.options import Options
@@ -45,7 +45,7 @@ class ConfigurationError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """
-    model  folder of the checkpoint; or synthetic:SEED, noise of the release's sizes, to measure with
+    model  Folder of the checkpoint; or synthetic:SEED, noise of the release's sizes, to measure with.
     """
 
     model: str
@@ -82,12 +82,11 @@ def add_parser(subparsers: Any) -> None:
         f"{PREFIX}NAME in the environment and `name = value` in {CONFIG_FILE}; a flag counts before the environment, "
         f"that before the file. API keys: one a line in --api-key-file, or in {KEYS_VARIABLE} with commas between.",
     )
-    parser.add_argument("--config", metavar="FILE", help=f"settings (default: {CONFIG_FILE}, if it is there)")
-    parser.add_argument("--check", action="store_true", help="print every setting and where it comes from, and end")
+    parser.add_argument("--config", metavar="FILE", help=f"File of settings. (default {CONFIG_FILE}, if it is there)")
+    parser.add_argument("--check", action="store_true", help="Print every setting and where it comes from, and end.")
     for name, setting in SETTINGS.items():
         default = f" (default {_shown(setting.default)})" if setting.default not in (None, ()) else ""
-        text = _help(name).replace("None:", "unset:")  # nobody can write None on a command line
-        parser.add_argument(_flag(name), metavar=_metavar(name), help=text + default)
+        parser.add_argument(_flag(name), metavar=_metavar(name), help=_help(name) + default)
 
 
 def _flag(name: str) -> str:
@@ -127,24 +126,17 @@ def _form(name: str) -> Form:
 
 def _help(name: str) -> str:
     """From the docstring of the class that owns the setting: its lines are `name  text`, and what is farther in goes
-    on."""
+    on. Sentences, with units."""
     texts: list[str] = []
     for line in (SETTINGS[name].owner.__doc__ or "").splitlines():
-        names, _, text = line.strip().partition("  ")
+        word, _, text = line.strip().partition("  ")
         if texts:
             if not line.startswith(CONTINUED):
                 break
             texts.append(line.strip())
-        elif name in names.split(", "):
+        elif word == name:
             texts.append(text.strip())
-    return " ".join(texts).replace("%", "%%") or _OPTION_HELP.get(name, "")
-
-
-_OPTION_HELP = {
-    "placement": "how layers are cut: folded or contiguous",
-    "prefill": "layers that every prompt row runs: halo or full",
-    "engram": "read the Engram tables, or map their file: ram or mmap",
-}
+    return " ".join(texts).replace("%", "%%")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,7 +150,11 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({name: value._asdict() for name, value in values.items()}, indent=2))
             return 0
         with files_of(model) as folder:
-            return serve(str(folder), settings, options, keys, lambda: open_engine(model, folder, options))
+            check_context(values, ModelConfig.load(folder))
+            status = serve(str(folder), settings, options, keys, lambda: open_engine(model, folder, options))
+        if is_opening():  # in threads that the interpreter would wait for, or end inside torch: a crash
+            os._exit(status)
+        return status
     except (ConfigurationError, ConfigError, TokenizerError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
@@ -167,6 +163,14 @@ def run(args: argparse.Namespace) -> int:
         told = explained(error) if error.filename else f"{cannot_listen(settings, error)}; {advice}"
         print(f"serve: {told}", file=sys.stderr)
         return EXIT_WRONG_INPUT
+
+
+def check_context(values: Mapping[str, Value], config: ModelConfig) -> None:
+    """Raises ConfigurationError for a context that the model has no positions for."""
+    limit, (context, origin) = config.text_config.max_position_embeddings, values["context"]
+    if context and context > limit:
+        said = _said("context", context, origin)
+        raise ConfigurationError(f"{said}: must be 1 to {limit}, the model's limit")
 
 
 def cannot_listen(settings: Settings, error: OSError) -> str:

@@ -26,7 +26,15 @@ from rocline.tools.files import explained
 from rocline.tools.load_client import InputError
 from rocline.tools.load_protocols import draw_prompts, prompts_sha256, usable_ids
 from rocline.tools.load_report import environment
-from rocline.tools.serve import CONFIG_FILE, PREFIX, ConfigurationError, api_keys, build, configuration
+from rocline.tools.serve import (
+    CONFIG_FILE,
+    PREFIX,
+    ConfigurationError,
+    api_keys,
+    build,
+    check_context,
+    configuration,
+)
 from rocline.tools.synthetic_model import files_of
 from rocline.tools.tune_cells import GIB, Cell, Outcome, advice, choose, hashes
 from rocline.tools.tune_child import CellRunner
@@ -104,7 +112,8 @@ class Setup:
         model = args.model or "the release"
         values = configuration(told | {"model": model}, os.environ, args.config, sets)
         options, settings = build(values, Options), build(values, Settings)
-        _check_context(args, config, options)
+        check_context(values, config)
+        _check_lengths(args, config, options)
         words = [f"{name}={value}" for name, value in (told | sets).items()]
         if args.config:
             words.append(f"config={args.config}")
@@ -156,9 +165,9 @@ class Setup:
         }
 
 
-def _check_context(args: argparse.Namespace, config: ModelConfig, options: Options) -> None:
-    limit = config.text_config.max_position_embeddings
-    context, n_tokens = min(options.context or limit, limit), args.prompt_tokens + args.output_tokens
+def _check_lengths(args: argparse.Namespace, config: ModelConfig, options: Options) -> None:
+    context = options.context or config.text_config.max_position_embeddings
+    n_tokens = args.prompt_tokens + args.output_tokens
     if n_tokens > context:
         raise InputError(
             f"--prompt-tokens {args.prompt_tokens} and --output-tokens {args.output_tokens} are {n_tokens} tokens; "

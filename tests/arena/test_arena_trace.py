@@ -1,6 +1,7 @@
 """Recording, CSV files, RMM logs, replay, planning and the report."""
 
 import io
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -234,6 +235,19 @@ def test_the_report_is_one_well_formed_page_with_every_span(rng):
     }
     (line,) = svg.iter(f"{space}polyline")
     assert len(line.get("points").split()) > 10
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "first", "last"),
+    [(1, "0 ns", "8 ns"), (1500, "0.000 us", "12.000 us"), (10**7, "0.000 ms", "80.000 ms")],
+)
+def test_the_report_counts_time_from_the_traces_start(step_ns, first, last):
+    start_ns = 5 * 3600 * 10**9  # the machine's uptime
+    events = [take(start_ns, 1, MIB), release(start_ns + 4 * step_ns, 1, MIB), take(start_ns + 8 * step_ns, 2, MIB)]
+    page = report_html(replay(events, 4 * MIB, picture=True), "late")
+    times = re.findall(r'class="under"[^>]*>([^<]*)<', page)
+    assert (len(times), times[0], times[-1]) == (9, first, last)
+    assert f"used {first} to {times[4]}</title>" in page
 
 
 def test_a_report_without_a_picture_is_refused():

@@ -111,7 +111,8 @@ def test_random_is_the_published_protocol_in_small(measure, start, folder, calls
     assert report["config"] == sizes | {"prompts_sha256": ids_sha256(prompt)}
     assert [run["run"] for run in report["runs"]] == [1, 2, 3]
     for run in report["runs"]:
-        assert (run["prompt_tokens"], run["completion_tokens"], run["first_event_tokens"]) == (40, 40, 1)
+        assert (run["prompt_tokens"], run["completion_tokens"]) == (40, 40)
+        assert 1 <= run["first_event_tokens"] < 40  # more than one where the first event was late
         assert 3 * CHUNK_S <= run["ttft_s"] < 3 * CHUNK_S + 2  # 40 rows are three chunks
         assert is_paced(run["decode_tokens_per_s"])
         assert run["total_s"] >= 3 * CHUNK_S + 39 * STEP_S

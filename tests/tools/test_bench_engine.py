@@ -151,6 +151,7 @@ def test_streams_that_never_meet_have_no_rate(measure, micro_model):
         (["--weights", "synthetic:x"], "a number from 0"),
         (["--decode", "1", "--decode-context", "600"], "the context holds 512"),
         (["--prefill", "512"], "the context holds 512"),
+        (["--set", "context=4097"], "--set context=4097: must be 1 to 4096, the model's limit"),
         (["--decode", "9", "--decode-context", "5"], "8 run at a time"),
         (["--decode", "1", "--output-tokens", "1"], "2 at least"),
         (["--prefill", ""], "nothing to do"),

@@ -46,7 +46,7 @@ def said(check):
 def test_layers_are_the_hosts(on_double):
     check = bring_up_layers.layers(on_double)
     assert check.verdict == "ok"
-    assert "layers 0 to 2, 48 rows, on 1 cards as on the host" in said(check)
+    assert "layers 0 to 2, 48 rows, on 1 card as on the host" in said(check)
     assert {row["verdict"] for row in check.values["card 0"]} == {"exact", "within"}
     assert {row["item"].split()[0] for row in check.values["card 0"]} == {"L0", "L1", "L2"}
 

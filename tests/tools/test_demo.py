@@ -14,7 +14,8 @@ from rocline.tools import cli
 from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 # A shorter document, still past the 512 candidate positions.
-SHORT = "from rocline.tools import cli, demo; demo.TOKENS = 640; demo.CANDIDATE_TOKENS = 600; "
+SHORT = "from rocline.tools import cli, demo; demo.TOKENS = 600; demo.CANDIDATE_TOKENS = 544; demo.OUTPUT_TOKENS = 4; "
+WITHOUT_PLAN = "demo._Show._plan = lambda self: None; "
 RUN = "import sys; sys.exit(cli.main(sys.argv[1:]))"
 
 
@@ -30,8 +31,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-c", SHORT + RUN, "demo", *map(str, words)]
+def command(*words: object, change: str = "") -> list[str]:
+    return [sys.executable, "-c", SHORT + change + RUN, "demo", *map(str, words)]
 
 
 def demo(*words: object) -> subprocess.CompletedProcess[str]:
@@ -44,7 +45,7 @@ def test_the_show_runs_to_its_end(checkpoint, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "Memory in GiB",
-        "640 tokens; first answer after",
+        "600 tokens; first answer after",
         "the answer: ",
         "The candidate restriction at work",
     ):
@@ -64,7 +65,8 @@ def test_the_show_runs_to_its_end(checkpoint, tmp_path):
 @pytest.mark.parametrize("phase", ["plan", "request"])  # in torch; over HTTP
 def test_ctrl_c_in_the_show(checkpoint, tmp_path, phase):
     """The process crashed: the interpreter ended while the show's thread was inside torch."""
-    words = command(checkpoint, "--once", "--port", free_port(), "--out", tmp_path)
+    change = WITHOUT_PLAN if phase == "request" else ""
+    words = command(checkpoint, "--once", "--port", free_port(), "--out", tmp_path, change=change)
     wide = os.environ | {"COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=wide) as process:
         assert process.stdout
@@ -92,15 +94,15 @@ def test_a_checkpoint_that_is_not_whole(checkpoint, tmp_path):
     assert done.stderr.startswith(f"demo: {broken}: checkpoint refused\n")
 
 
-def test_wrong_input(checkpoint, tmp_path):
-    done = demo(tmp_path / "nothing")
-    assert done.returncode == 2
-    assert "demo:" in done.stderr
-    assert "No such file or directory" in done.stderr
+def test_wrong_input(checkpoint, tmp_path, capsys):
+    assert cli.main(["demo", str(tmp_path / "nothing")]) == 2
+    err = capsys.readouterr().err
+    assert "demo:" in err
+    assert "No such file or directory" in err
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        done = demo(checkpoint, "--once", "--port", listener.getsockname()[1], "--out", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.endswith("Address already in use; choose another with --port\n")
+        port = str(listener.getsockname()[1])
+        assert cli.main(["demo", str(checkpoint), "--once", "--port", port, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("Address already in use; choose another with --port\n")
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "many"])

@@ -195,6 +195,23 @@ def test_a_port_that_is_taken(capsys, model):
         )
 
 
+@pytest.mark.parametrize("origin", ["--context", "ROCLINE_CONTEXT", "rocline.toml"])
+def test_more_context_than_the_model_has_is_refused(capsys, model, monkeypatch, origin):
+    """And nothing is opened for it."""
+    monkeypatch.setattr(serve, "open_engine", None)
+    words, said = ["--model", str(model)], "--context 65537"
+    if origin == "--context":
+        words += ["--context", "65537"]
+    elif origin == "ROCLINE_CONTEXT":
+        monkeypatch.setenv(origin, "65537")
+        said = "ROCLINE_CONTEXT=65537"
+    else:
+        Path(origin).write_text("context = 65537\n")
+        said = "rocline.toml: context = 65537"
+    assert cli.main(["serve", *words]) == serve.EXIT_WRONG_INPUT
+    assert capsys.readouterr().err == f"serve: {said}: must be 1 to 65536, the model's limit\n"
+
+
 # The process
 
 
@@ -286,6 +303,39 @@ def test_an_engine_that_fails_gives_a_status_to_restart_on(processes):
     assert process.lines[-1] == {**process.lines[-1], "event": "failed", "error": "stage 3 hangs"}
 
 
+LOADS_FOR_A_MINUTE = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from rocline.tools import cli, serve
+
+def open_slowly(model, folder, options):
+    with ThreadPoolExecutor(1) as readers:  # as the checkpoint's, for which the interpreter's end waits
+        readers.submit(time.sleep, 60).result()
+
+serve.open_engine = open_slowly
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_it_loads_ends_it_at_once(model):
+    command = [sys.executable, "-c", LOADS_FOR_A_MINUTE, "serve", "--model", str(model), "--port", "0"]
+    options = {"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    signals = {number: subprocess.Popen(command, **options) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for number, process in signals.items():
+            port = json.loads(process.stderr.readline())["port"]
+            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+            process.send_signal(number)
+            (line,) = process.communicate(timeout=20)[1].splitlines()
+            assert json.loads(line)["event"] == "end"
+            assert process.returncode == 0
+    finally:
+        for process in signals.values():
+            process.kill()
+            process.wait()
+            process.stderr.close()
+
+
 def test_the_unit_file_fits_the_server():
     unit = ConfigParser(strict=False)
     unit.optionxform = str
@@ -301,13 +351,13 @@ def test_the_unit_file_fits_the_server():
     assert EXIT_ENGINE_FAILED not in prevented
 
 
-def test_help_ends_its_sentences():
+def test_the_help_of_a_setting_is_sentences_that_end():
     """Of settings whose text goes on in another line, too."""
     for name, setting in serve.SETTINGS.items():
-        words = " ".join((setting.owner.__doc__ or "").split())
         text = serve._help(name).replace("%%", "%")
-        assert text, name
-        if name not in serve._OPTION_HELP:
-            after = words.partition(text)[2].split()
-            assert text in words
-            assert not after or after[0].strip(",") in {*serve.SETTINGS, "None"}, f"--{name}: goes on with {after[:6]}"
+        assert re.fullmatch(r"[A-Z].*[A-Za-z]\.", text), name
+        assert "None" not in text
+        words = " ".join((setting.owner.__doc__ or "").split())
+        assert text in words
+        after = words.partition(text)[2].split()
+        assert not after or after[0] in {*serve.SETTINGS, "None"}, f"--{name}: goes on with {after[:6]}"

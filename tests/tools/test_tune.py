@@ -402,6 +402,7 @@ def test_wrong_flags(run, runner, capsys, words, told):
         (("--chunk-rows", "0,64"), "chunk 0, arena 1 GiB: chunk_rows = 0: must be 1 to 65536"),
         (("--arena-gib", "100"), "arena_gib = 100.0: must be 0.001 to 64"),
         (("--set", "context=20"), "--prompt-tokens 8 and --output-tokens 16 are 24 tokens; the context holds 20"),
+        (("--set", "context=65537"), "--set context=65537: must be 1 to 65536, the model's limit"),
         (("--set", "context=many"), "--set context=many: must be a whole number"),
         (("--stages", "99"), "--stages 99: must be 1 to"),
     ],

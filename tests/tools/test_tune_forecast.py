@@ -70,7 +70,7 @@ def test_a_dry_run_starts_nothing_and_says_what_would_be(dry_run):
 def test_a_dry_run_of_cards_that_are_too_small(dry_run):
     status, rows, err = dry_run("64", "1", *ON_CARDS, "--card-gib", "2")
     assert status == tune.EXIT_NONE
-    assert "of headroom, want 1.5" in rows[0]["refused"]
+    assert "more than device" in rows[0]["refused"]
     assert "refused: " in err
 
 
