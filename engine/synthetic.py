@@ -51,6 +51,7 @@ ELEMENTS = {
 }
 
 
+SKEWED_BIAS = 0.5  # deviation of what is added to a score before the best are chosen
 N_STORES = 12  # where nobody says how many: of the release they fit one card of 140 GB
 _PREFIX = "synthetic:"
 
@@ -76,12 +77,15 @@ class _SmallTable(EngramTable):
 class SyntheticWeights:
     """A WeightSource of noise, the same for the same seed, sizes and kind of device.
 
-    n_stores  of routed experts; None: every layer has its own
-    device    where tensors are made; Engram's tables stay on the host
+    n_stores   of routed experts; None: every layer has its own
+    device     where tensors are made; Engram's tables stay on the host
+    is_skewed  some experts are chosen far more often than others
     """
 
-    def __init__(self, config: ModelConfig, seed: int, n_stores: int | None, device: torch.device) -> None:
-        self.config, self.seed, self.device = config.text_config, seed, device
+    def __init__(
+        self, config: ModelConfig, seed: int, n_stores: int | None, device: torch.device, is_skewed: bool = False
+    ) -> None:
+        self.config, self.seed, self.device, self.is_skewed = config.text_config, seed, device, is_skewed
         self.n_stores = min(n_stores or self.config.num_hidden_layers, self.config.num_hidden_layers)
         self._specs: dict[str, TensorSpec] = {}
         for name, spec in expected_tensors(config).items():
@@ -89,7 +93,7 @@ class SyntheticWeights:
                 self._specs.setdefault(stack_of(name)[0] if ".ffn.experts." in name else name, spec)
 
     def __str__(self) -> str:
-        return f"synthetic:{self.seed}, stores={self.n_stores}"
+        return f"synthetic:{self.seed}, stores={self.n_stores}{', skewed' * self.is_skewed}"
 
     @property
     def embed_bf16(self) -> Tensor:
@@ -137,6 +141,8 @@ class SyntheticWeights:
         values_f32 = noise.normal(spec.shape)
         if kind in ELEMENTS:
             mean, deviation = ELEMENTS[kind]
+            if self.is_skewed and kind == "ffn.gate.bias":
+                deviation = SKEWED_BIAS
             return mean + deviation * values_f32
         if kind in ("hc_attn_base", "hc_ffn_base"):
             n = self.config.hc_mult

@@ -11,8 +11,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from rocline.arena.trace import Recorder
 from rocline.engine.answer import Answer, Ask, answer
 from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
-from rocline.engine.digest import LogitsDigest, ids_sha256
+from rocline.engine.digest import LogitsDigest
 from rocline.engine.engram import load_id_map
 from rocline.engine.engram_ahead import EngramAhead
 from rocline.engine.generation import check_prompt
@@ -34,16 +33,17 @@ from rocline.engine.weights import ModelWeights, StoredWeights, WeightSource
 from rocline.pipeline.assembly import Assembly, assemble, lay_out
 from rocline.pipeline.costs import CostModel
 from rocline.pipeline.headroom import Headroom, sources
+from rocline.pipeline.observe import Seen, observe
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import (
     EngineError,
     FinishReason,
     NotReady,
-    Progress,
     Request,
     RequestFailed,
     Summary,
 )
+from rocline.pipeline.running import Running
 from rocline.pipeline.schedule import MAX_STEP_ROWS, Entry, Job, Limits, Schedule
 from rocline.pipeline.simulate import best_groups
 from rocline.pipeline.stats import State, Stats
@@ -58,29 +58,6 @@ log = logging.getLogger(__name__)
 CLOSE_S = 30.0
 HANG_FLOOR_S = 30.0
 SHOWN_STEPS = 8
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request and everything that is kept of it outside the stages.
-
-    prompt_logprobs_from  position of the first prompt token whose log-probability has not been told yet
-    """
-
-    request: Request
-    entry: Entry
-    stream: Stream
-    sampler: SamplerState
-    output_ids: array[int] = field(default_factory=lambda: array("i"))
-    digest: LogitsDigest | None = None
-    prompt_logprobs_from: int = 1
-    first_token_s: float | None = None
-
-    @property
-    def progress(self) -> Progress:
-        entry = self.entry
-        n_rows = entry.prefill_end or len(entry.ids)
-        return Progress(entry.phase, min(entry.rows_done, n_rows), n_rows)
 
 
 class Engine:
@@ -117,7 +94,7 @@ class Engine:
         self._lock = threading.Condition(threading.Lock())
         self._finding = threading.Lock()  # taken before the other
         self._state, self._reason = State.STARTING, ""
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         self._ended: Counter[str] = Counter()
         self._n_requests = self._n_steps = self._prompt_rows = self._output_tokens = 0
         self._opened_s = time.monotonic()
@@ -225,7 +202,7 @@ class Engine:
             self._n_requests += 1
             stream = Stream(number, request, sampler.seed, self.cancel)
             digest = LogitsDigest() if request.logits_digest else None
-            self._running[number] = _Running(request, entry, stream, sampler, digest=digest)
+            self._running[number] = Running(request, entry, stream, sampler, digest=digest)
             self._advance()
         return stream
 
@@ -265,6 +242,13 @@ class Engine:
         """What each stage did when, as far back as is kept; of decode steps one in SHOWN_STEPS."""
         self._look()
         return self._timeline.intervals()
+
+    def observe(self, prompt_ids: Sequence[int], seen: Seen) -> None:
+        """As observe.observe, while nothing runs here. Raises NotReady where something does."""
+        with self._lock:
+            if self._state is not State.READY or not self._schedule.is_idle:
+                raise NotReady("the engine is not idle, or not ready; nothing can be observed meanwhile")
+            observe(self.config.text_config, self._assembly, self._path, self._pages, prompt_ids, seen)
 
     def record_arena(self, stage: int) -> Recorder:
         """From now on note what a stage takes from its arena; it costs memory until stop_recording."""
@@ -319,16 +303,7 @@ class Engine:
 
     def _ask(self, entry: Entry, end: int) -> Ask:
         running = self._running.get(entry.number)
-        if running is None:
-            return Ask(None)
-        request = running.request
-        return Ask(
-            running.sampler if end == len(entry.ids) else None,
-            request.n_logprobs,
-            request.prompt_ids if request.prompt_logprobs else (),
-            running.prompt_logprobs_from,
-            request.logits_digest,
-        )
+        return running.ask(end) if running else Ask(None)
 
     def pass_on(self, task: Task) -> None:
         task.place += 1
@@ -425,7 +400,7 @@ class Engine:
         stage, visit = self._path[task.place]
         self._workers[stage].put(task, visit)
 
-    def _taken(self, running: _Running, news: Answer) -> Answer:
+    def _taken(self, running: Running, news: Answer) -> Answer:
         """The news, with its token added to the request's output, or the request ended by an error."""
         if news.prompt_logprobs:
             running.prompt_logprobs_from += len(news.prompt_logprobs)
@@ -442,7 +417,7 @@ class Engine:
             self._schedule.commit(running.entry, news.token)
         return news
 
-    def _tell(self, running: _Running, news: Answer) -> None:
+    def _tell(self, running: Running, news: Answer) -> None:
         """Publish the news to the request's reader, and end it if they were the last."""
         if news.why:
             return
@@ -453,28 +428,14 @@ class Engine:
         elif len(running.output_ids) == running.entry.max_tokens:
             self._finish(running, "length")
 
-    def _finish(self, running: _Running, reason: FinishReason) -> None:
-        entry, stream = running.entry, running.stream
-        summary = Summary(
-            finish_reason=reason,
-            prompt_tokens=len(running.request.prompt_ids),
-            cached_tokens=0,
-            output_tokens=len(running.output_ids),
-            seed=running.sampler.seed,
-            admitted_s=_since(stream.submitted_s, entry.admitted_s),
-            first_token_s=_since(stream.submitted_s, running.first_token_s),
-            total_s=time.monotonic() - stream.submitted_s,
-            pauses=entry.pauses,
-            output_ids_sha256=ids_sha256(running.output_ids),
-            logits_sha256=running.digest.hexdigest() if running.digest else None,
-        )
-        self._end(running, summary, reason)
+    def _finish(self, running: Running, reason: FinishReason) -> None:
+        self._end(running, running.summary(reason), reason)
 
     def _fail_request(self, number: int, why: str) -> None:
         if running := self._running.get(number):
             self._end(running, RequestFailed(why), "failed")
 
-    def _end(self, running: _Running, outcome: Summary | EngineError, how: str) -> None:
+    def _end(self, running: Running, outcome: Summary | EngineError, how: str) -> None:
         del self._running[running.entry.number]
         self._ended[how] += 1
         self._schedule.end(running.entry)
@@ -495,7 +456,3 @@ class Engine:
 
 def _ids(job: Job) -> dict[int, array[int]]:
     return {entry.number: entry.ids for entry in job.entries}
-
-
-def _since(start_s: float, at_s: float | None) -> float | None:
-    return None if at_s is None else at_s - start_s

@@ -30,6 +30,7 @@ from rocline.pipeline.worker import SWITCH_INTERVAL_S
 from rocline.tools.bench_bounds import Ceilings
 from rocline.tools.bench_profile import Profiles
 from rocline.tools.bench_requests import Requests
+from rocline.tools.bench_routing import routing
 from rocline.tools.checkout import commit
 from rocline.tools.engine_options import NAMES, engine_options
 from rocline.tools.load_client import InputError
@@ -92,7 +93,9 @@ class Setup:
                 raise InputError(f"--weights {args.weights}: write synthetic:SEED; a checkpoint is named with --model")
             config = ModelConfig.load(args.model) if args.model else release_config()
             options = _options(args, config)
-            source = None if seed is None else synthetic_weights(config, seed, args.stores or N_STORES, options)
+            source = (
+                None if seed is None else synthetic_weights(config, seed, args.stores or N_STORES, options, args.skewed)
+            )
         except (ConfigurationError, ConfigError, DispatchError, ValueError, RuntimeError) as error:
             raise InputError(str(error)) from None
         _check_requests(args, config, options)
@@ -132,8 +135,12 @@ def _options(args: argparse.Namespace, config: ModelConfig) -> Options:
 def _check_requests(args: argparse.Namespace, config: ModelConfig, options: Options) -> None:
     limit = config.text_config.max_position_embeddings
     context = min(options.context or limit, limit)
-    if not args.decode and not args.prefill:
-        raise InputError("nothing to do; say --decode, --prefill or both")
+    if not (args.decode or args.prefill or args.routing):
+        raise InputError("nothing to do; say --decode, --prefill, --routing or several of them")
+    if args.skewed and not args.weights:
+        raise InputError("--skewed is of --weights synthetic:SEED")
+    if args.routing and args.routing > min(args.chunk_rows or [options.chunk_rows]):
+        raise InputError(f"--routing {args.routing}: they go through in one chunk; --chunk-rows is smaller")
     lengths = {f"--prefill {n_tokens}": n_tokens + 1 for n_tokens in args.prefill}
     if args.decode:
         lengths["--decode-context and --output-tokens"] = args.decode_context + args.output_tokens
@@ -212,6 +219,8 @@ class Session:
             self._one(f"decode of {n_streams}", partial(requests.decode, n_streams, context, n_output))
         for n_tokens in args.prefill:
             self._one(f"prefill of {n_tokens}", partial(requests.prefill, n_tokens, args.report_rows))
+        if args.routing:
+            self._one("routing", lambda: self.say(line="routing", **routing(engine, args.seed, args.routing)))
         if self.ceilings:
             profiles = Profiles(engine, requests, self.ceilings, self.say, self._talk)
             for n_streams in dict.fromkeys(args.decode):

@@ -23,6 +23,7 @@ def add_engine(protocols: Any) -> None:
     weights.add_argument("--model", metavar="FOLDER", help="a checkpoint")
     parser.add_argument("--stores", type=positive_int, metavar="N",
                         help="stores of synthetic experts; layer L has those of store L mod N (12)")  # fmt: skip
+    parser.add_argument("--skewed", action="store_true", help="of the noise: some experts are chosen far more often")
     _add_requests(parser.add_argument_group("requests"))
     _add_engine_settings(parser.add_argument_group("engine"))
     parser.add_argument("--commit", metavar="SHA", help="commit that runs, where git does not tell")
@@ -35,6 +36,8 @@ def _add_requests(group: Any) -> None:
     group.add_argument("--prefill", type=_numbers, default=[], metavar="N,N", help="tokens of cold prefills")
     _number(group, "--report-rows", 32_768, "rows of a prefill from one line on the way to the next")
     group.add_argument("--seed", type=int, default=42, metavar="N", help="seed of all prompts (default %(default)s)")
+    group.add_argument("--routing", type=positive_int, metavar="N",
+                       help="count how N rows of one chunk spread over the experts")  # fmt: skip
     group.add_argument("--profile", action="store_true", help="run some of it again, for the time of each kernel")
     _number(group, "--profile-tokens", 16_384, "tokens of the prefill that is profiled, at most the longest one's")
 

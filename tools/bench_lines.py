@@ -51,6 +51,7 @@ class Measured:
     profiles: list[Profile] = field(default_factory=list)
     ceilings: list[Line] = field(default_factory=list)
     failures: list[Line] = field(default_factory=list)
+    routings: list[Line] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
 
     def check_hashes(self) -> int:
@@ -128,6 +129,8 @@ def _take(measured: Measured, lines: Iterable[Line]) -> None:
             measured.ceilings.append(line)
         elif kind == "failed":
             measured.failures.append(line)
+        elif kind == "routing":
+            measured.routings.append(line)
         elif kind == "profile":
             measured.profiles.append(Profile(line))
         elif kind == "kernel":

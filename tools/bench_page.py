@@ -75,7 +75,7 @@ def page(measured: Measured, n_alike: int, picture: str | None, command: str, mo
     ]
     if picture:
         sections += ["## Rate and length", _CURVE_TEXT, f"![rows a second against rows done]({picture})"]
-    sections += _steps(measured)
+    sections += [*_steps(measured), *_routing(measured)]
     for profile in measured.profiles:
         sections += _profile(profile)
     sections += ["## Eight cards", modelled, "## Commands", _COMMANDS_TEXT]
@@ -255,6 +255,26 @@ def _steps(measured: Measured) -> Iterable[str]:
         what = name_of(line), f"{line['chunk_rows']:,}", f"{line['tokens_s']:,.2f}"
         rows.append((*what, str(step["rows"]), experts, size, read))
     yield _table(("run", "chunk", "token/s", "rows a step", "experts a layer", "GB a step", "TB/s of weights"), rows)
+
+
+def _routing(measured: Measured) -> Iterable[str]:
+    if not measured.routings:
+        return
+    yield "## Routing"
+    yield (
+        "Counted: the experts that rows of one chunk of random ids chose. Over the mean: rows of a layer's busiest "
+        "expert over those that it would have if all had as many. Distinct experts a layer are means over layers, of "
+        "8 rows over groups of them too."
+    )
+    rows = []
+    for line in measured.routings:
+        over, read = line["most_over_mean"], line["experts_a_layer"]
+        one, group, whole = (f"{n:.2f}" for n in read.values())
+        rows.append(
+            (line["weights"], f"{line['rows']:,}", f"{over['worst']:.2f}", f"{over['median']:.2f}", one, group, whole)
+        )
+    head = "weights", "rows", "over the mean, worst layer", "median layer", "experts of 1 row", "of 8", "of all"
+    yield _table(head, rows)
 
 
 def _profile(profile: Profile) -> Iterable[str]:

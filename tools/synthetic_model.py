@@ -20,10 +20,12 @@ from rocline.pipeline.options import Options
 from rocline.tools.demo_tokenizer import tokenizer_json
 
 
-def synthetic_weights(config: ModelConfig, seed: int, n_stores: int, options: Options) -> SyntheticWeights:
+def synthetic_weights(
+    config: ModelConfig, seed: int, n_stores: int, options: Options, is_skewed: bool = False
+) -> SyntheticWeights:
     """Made where the first stage lives. Raises HipError without a GPU that options want."""
     home = devices()[0].torch_device if options.device == "hip" else torch.device("cpu")
-    return SyntheticWeights(config, seed, n_stores, home)
+    return SyntheticWeights(config, seed, n_stores, home, is_skewed)
 
 
 @contextmanager

@@ -138,6 +138,15 @@ def test_company_changes_nothing(engines, asks, launched, rng):
     assert len(set(launched)) == 3
 
 
+def test_an_idle_engine_is_observed(engines, asks):
+    """By another thread than its stages', whose steps are captured; and it serves on."""
+    engine, layers = engines(stages=3, devices=min(2, len(devices()))), set()
+    with nothing_left(engine):
+        engine.observe(asks[0].request.prompt_ids[:30], lambda layer, field, value: layers.add(layer))
+        check(engine.submit(asks[1].request), asks[1])
+    assert set(range(engine.config.text_config.num_hidden_layers)) <= layers
+
+
 def test_nothing_is_allocated_while_it_serves(engines, asks):
     engine = engines(stages=2, devices=1)
     check(engine.submit(asks[0].request), asks[0])

@@ -186,3 +186,12 @@ def test_the_forecast_is_a_range_and_says_that_it_is_modelled():
     assert text.startswith("**Modelled, not measured:**")
     for words in ("261,933 tokens at", "1,000,411 tokens at", "8 together", "Nothing was measured on such cards"):
         assert words in text
+
+
+def test_routing_is_shown_where_it_was_counted(write):
+    counted = {"rows": 1024, "layers": 40, "most_over_mean": {"worst": 2.345, "median": 1.5}}
+    line = LABELS | {"line": "routing", "experts_a_layer": {"1": 6, "8": 45.25, "1024": 380}} | counted
+    status, page, _ = write(OPENED, decode(1, 50.0), line)
+    assert status == 0
+    assert "| synthetic:1, stores=12 | 1,024 | 2.35 | 1.50 | 6.00 | 45.25 | 380.00 |" in page
+    assert "## Routing" not in write(OPENED, decode(1, 50.0))[1]
