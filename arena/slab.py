@@ -275,6 +275,7 @@ class Slab:
             size_bytes = line.runs[SHELF].remove(joined)
             self.shelf_floor += size_bytes
             self._extend_runs(line, MAIN, joined, size_bytes)
+            self._lift_floor()  # a run of the stream's own may have hidden what is free beyond it
 
     def _free(self, offset: int, size_bytes: int, part: int, line: Timeline | None = None) -> None:
         """Free a span for all; for one stream when it lies at one of that stream's runs."""

