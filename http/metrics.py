@@ -94,7 +94,13 @@ class _EngineFigures(Collector):
 
     def _stages(self, stages: tuple[StageStats, ...], uptime_s: float) -> Iterator[Metric]:
         busy_s = {stage.stage: stage.busy_s for stage in stages}
-        yield _by("rocline_stage_busy_seconds", "Time at work", "stage", busy_s, CounterMetricFamily)
+        yield _by(
+            "rocline_stage_busy_seconds",
+            "Time at work, of decode steps by every eighth",
+            "stage",
+            busy_s,
+            CounterMetricFamily,
+        )
         (then_s, before_s), self._scraped = self._scraped, (uptime_s, busy_s)
         ratio = {n: (busy - before_s.get(n, 0.0)) / max(uptime_s - then_s, 1e-9) for n, busy in busy_s.items()}
         yield _by("rocline_stage_busy_ratio", "Share of time at work since the last scrape", "stage", ratio)
