@@ -91,7 +91,7 @@ class _Progress(ABC):
 
     def _new_bar(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), *self.columns, TimeRemainingColumn())
-        bar = Progress(*columns, console=Console(file=self._stream))
+        bar = Progress(*columns, console=Console(file=self._stream, markup=False, emoji=False))
         bar.add_task(self.label, total=self.total)
         return bar
 

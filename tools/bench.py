@@ -164,7 +164,7 @@ class Talk:
     """stderr: lines that stay, and one that tells how it goes."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)  # lines quote what was typed
         if not self.console.is_terminal:
             self.console.width = NO_TERMINAL_WIDTH
         self._live = self.console.status("") if self.console.is_terminal else None
@@ -179,7 +179,7 @@ class Talk:
         self.quiet()
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
     def status(self, line: str) -> None:
         """May be lost; may quote a server."""

@@ -132,12 +132,14 @@ class _Show:
         self._model, self._out, self._once = args.model, args.out, args.once
         self._url = f"http://127.0.0.1:{args.port}"
         self._document = document
-        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH)
+        self._console = Console(
+            highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else NO_TERMINAL_WIDTH
+        )
         self._streams: list[Stream] = []
 
     def say(self, *lines: str) -> None:
         for line in lines:
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def open_engine(self) -> Engine:
         """The server's engine; the show begins with it."""

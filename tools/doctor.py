@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, config: ModelConfig, bundle: Bundle | None) -> int:
     logging.getLogger("rocline").addHandler(logging.NullHandler())  # the table says what is logged of pairs of cards
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = NO_TERMINAL_WIDTH
     system, checks = System(), list[Check]()

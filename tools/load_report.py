@@ -74,11 +74,11 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(_runs(report))
     best = [run["best_range_tokens_per_s"] for run in report["runs"] if "best_range_tokens_per_s" in run]
     if best:
-        console.print(f"No result: the best quarter of a window, {max(best):,.2f} token/s", markup=False)
+        console.print(f"No result: the best quarter of a window, {max(best):,.2f} token/s")
     if report["output_sha256"]:
         console.print(f"Hash of the output {report['hash_of']}: {report['output_sha256']}", soft_wrap=True)
     for words in report["warnings"]:
-        console.print(f"Warning: {words}", markup=False, soft_wrap=True)
+        console.print(f"Warning: {words}", soft_wrap=True)
 
 
 def _runs(report: dict[str, Any]) -> Table:

@@ -82,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace, held: ExitStack) -> int:
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120, markup=False, emoji=False)
 
     def say(text: str) -> None:
-        console.print(f"vram: {clock(time.time())}: {text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"vram: {clock(time.time())}: {text}", highlight=False, soft_wrap=True)
 
     shown = _cards(args, say)
     csv_file = held.enter_context(_opened(args.csv)) if args.csv else None

@@ -200,3 +200,9 @@ def test_an_engine_goes_before_the_next_one_comes(measure, noise, monkeypatch):
         *noise, "--prefill", "20", "--decode", "2", "--decode-context", "5", "--chunk-rows", "5,8,20"
     )
     assert (status, alive) == (0, [0, 0, 0])
+
+
+def test_what_was_typed_is_quoted_as_it_is(measure):
+    """Not read as markup, and `:x:` is no picture."""
+    status, _, err = measure("--weights", "synthetic:x:[b]", "--decode", "1")
+    assert (status, "synthetic:x:[b]: write synthetic: and a seed" in err) == (2, True)
