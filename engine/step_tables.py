@@ -98,13 +98,13 @@ class StepTables:
         return {
             "pages": ((n, self.sizes.table_width), np.int32),
             "from": ((n,), np.int64),
-            "id": ((n,), np.int32),
-            "lookback": ((n, self.sizes.n_back), np.int32),
             "pre": ((n, self.sizes.n_streams), np.float32),
             "pair": ((n, 2), np.int32),
             "tiles": ((n, 4), np.int32),
             **dict.fromkeys(integers, ((n,), np.int32)),
             **dict.fromkeys(turns, ((n, width), np.float32)),
+            "id": ((n,), np.int32),  # what follows is of the rows themselves, whichever stage fills the rest
+            "lookback": ((n, self.sizes.n_back), np.int32),
         }
 
     def start(self, name: str) -> int:
@@ -116,7 +116,7 @@ class StepTables:
     ) -> None:
         """Write the rows of these spans, of one row each, into host_u8; their sequences are in these states.
 
-        lookback_i32  [n, N] as in HandOff; None: it and the ids are left as they are
+        lookback_i32  [n, N] as in HandOff; None: it and the ids are not known here, and left as they are
         """
         host, sizes, n = self._host, self.sizes, len(spans)
         from_i64 = np.minimum(np.arange(sizes.n_rows), n - 1)

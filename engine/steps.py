@@ -262,8 +262,10 @@ class Steps:
         states: Sequence[SequenceState],
         lookback_i32: NDArray | None = None,
     ) -> None:
-        step.tables.fill(spans, states, lookback_i32)
-        scratch.put(step.tables.host_u8, step.inputs.data_u8[: step.inputs.layout.n_table_bytes])
+        tables = step.tables
+        tables.fill(spans, states, lookback_i32)
+        n_bytes = len(tables.host_u8) if lookback_i32 is not None else tables.start("id")
+        scratch.put(tables.host_u8[:n_bytes], step.inputs.data_u8[:n_bytes])
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
         """Of the fresh rows those that the spans close."""

@@ -11,6 +11,7 @@ import torch
 from hip_cases import OPTIONS, PAGE, write_fitting_model
 from stage_paths import Path, random_path
 
+from rocline.engine import scratch
 from rocline.engine.config import ModelConfig
 from rocline.engine.engram_ahead import EngramAhead
 from rocline.engine.handoff import RowKind, RowSpan, reach_for
@@ -225,6 +226,29 @@ def test_rows_of_sources_reach_every_device(model, launched, rng):
             logits = np.frombuffer(path.logits(path.run(rows)), dtype=np.float32)
             assert torch.equal(torch.from_numpy(logits.copy()).view(want[step].shape), want[step])
     assert launched["graphs"] == 2 * 5
+
+
+def test_a_stage_with_other_rings_fills_its_own_tables(model, launched, rng):
+    """And what is of the rows themselves goes on."""
+    prompts = [prompt(rng, n) for n in (17, 20)]
+    want = decoded(model, prompts, n_steps=1)[0]
+    tables = {layer: w.engram.table for layer, w in model.weights.layers.items() if w.engram}
+    with torch.inference_mode(), model.at_the_ends(), closing(EngramAhead(tables)) as ahead:
+        path = Path(model, random_path(rng, model.config, 3, n_visits=4))
+        path.ahead = ahead
+        for number, stage in enumerate(path.stages.values()):
+            stage.capture_steps(model.home.step_memory(), 4, 2048)
+            for other in range(number):
+                stage.open(-10 - other, [])  # sequences to come get other rings here
+        for sequence, ids in enumerate(prompts):
+            path.open(sequence)
+            path.run(path.begin(sequence, ids, end=len(ids))).release()
+        rows = path.run(path.embed(*(path.add(sequence, [20 + sequence]) for sequence in range(2))))
+        lookback_i32 = scratch.fetch(rows.unpacked().lookback_i32)
+        logits = np.frombuffer(path.logits(rows), dtype=np.float32)
+    assert torch.equal(torch.from_numpy(logits.copy()).view(want.shape), want)
+    assert lookback_i32[:, :2].tolist() == [[20, prompts[0][-1]], [21, prompts[1][-1]]]
+    assert launched["graphs"] == 4
 
 
 def test_references_are_not_captured(micro_model, launched, rng):
