@@ -112,7 +112,7 @@ def test_b40_a_span_handed_over_16_us_after_its_release_is_refused():
 def test_b40_every_pair_of_streams_and_sizes_keeps_the_gate(rng):
     """The same size asked for by the other stream is the tempting one: the reuse layer must not serve it."""
     streams = FakeStreams()
-    arena = Arena(GIB, streams.record)
+    arena = Arena(2 * GIB, streams.record)  # of 1 GiB the reuse layer keeps just what four streams' sizes come to
     guarded = []  # (offset, end, stream) of unfinished work
     for _ in range(2000):
         stream = int(rng.integers(4))
@@ -126,7 +126,7 @@ def test_b40_every_pair_of_streams_and_sizes_keeps_the_gate(rng):
             finished = int(rng.integers(4))
             streams.finish(finished)
             guarded = [row for row in guarded if row[2] != finished]
-    assert arena.stats().reuses > 50  # 106 to some 1,900 with 300 seeds
+    assert arena.stats().reuses > 1900
 
 
 @pytest.mark.parametrize("case", ["B41", "B42"])
