@@ -53,11 +53,11 @@ def model(folder) -> Model:
 def asks(model, hip_device, request) -> list[Ask]:
     """A greedy and a sampled request, past the candidates on a card."""
     rng = np.random.default_rng(request.config.option.seed)
-    n_rows, n_tokens = (34, 2) if hip_device == "cpu" else (700, 3)
+    n_rows = 45 if hip_device == "cpu" else 700
     sampled = {"temperature": 1.0, "top_p": 0.95, "seed": 20_261_129, "repetition_penalty": 1.1}
     return [
-        make_ask(model, prompt_ids(rng, n_rows), max_tokens=n_tokens),
-        make_ask(model, prompt_ids(rng, n_rows - 12), max_tokens=n_tokens, **sampled),
+        make_ask(model, prompt_ids(rng, n_rows), max_tokens=3),
+        make_ask(model, prompt_ids(rng, n_rows - 12), max_tokens=3, **sampled),
     ]
 
 
@@ -127,7 +127,7 @@ def test_company_changes_nothing(engines, asks, launched, rng):
         others = []
         for n in range(4):
             params = SamplingParams(max_tokens=2, seed=n)
-            others.append(engine.submit(Request(prompt_ids=prompt_ids(rng, int(rng.integers(1, 40))), params=params)))
+            others.append(engine.submit(Request(prompt_ids=prompt_ids(rng, int(rng.integers(1, 60))), params=params)))
         streams = [engine.submit(ask.request) for ask in asks]
         for other in others[::2]:
             other.cancel()

@@ -61,10 +61,10 @@ DOUBLE = Sizes(
     config="micro",
     context=512,
     arena_gib=0.06,
-    lengths=(34, 17, 1),
+    lengths=(40, 17, 1),
     n_tokens=2,
     tail_rows=8,
-    row_counts=(3, 64),
+    row_counts=(6, 64),
     cells=((16, 2), (64, 4)),
 )
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 20_261_130, "repetition_penalty": 1.1}

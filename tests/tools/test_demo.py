@@ -14,7 +14,7 @@ from rocline.tools import cli
 from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 # A shorter document, still past the 512 candidate positions.
-SHORT = "from rocline.tools import cli, demo; demo.TOKENS = 600; demo.CANDIDATE_TOKENS = 544; demo.OUTPUT_TOKENS = 4; "
+SHORT = "from rocline.tools import cli, demo; demo.TOKENS = 640; demo.CANDIDATE_TOKENS = 600; "
 WITHOUT_PLAN = "demo._Show._plan = lambda self: None; "
 RUN = "import sys; sys.exit(cli.main(sys.argv[1:]))"
 
@@ -45,7 +45,7 @@ def test_the_show_runs_to_its_end(checkpoint, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "Memory in GiB",
-        "600 tokens; first answer after",
+        "640 tokens; first answer after",
         "the answer: ",
         "The candidate restriction at work",
     ):

@@ -19,7 +19,7 @@ from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(30, 70))
-SETTINGS = {"device": "hip", "stages": 2, "context": 512, "kv_tokens": 1024, "chunk_rows": 32, "running": 1} | {
+SETTINGS = {"device": "hip", "stages": 3, "context": 512, "kv_tokens": 1024, "chunk_rows": 32, "running": 2} | {
     "arena_gib": 0.06,
     "port": 0,
     "workers": 1,
