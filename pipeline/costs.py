@@ -19,6 +19,7 @@ from rocline.engine.stage import StageLayers
 # Made by a source's key/value side, which may stand a stage before the layer.
 _SIDE_PARTS = ("attn.compressor.", "attn.indexer.wk.", "attn.indexer.k_norm.")
 _ON_HOST = ".engram.embed."
+SPAN_ROWS = 4096
 _LEFT_OUT: tuple[Component, ...] = ("gate_vl", "vision", "unused")  # images are not served
 
 
@@ -126,6 +127,18 @@ class CostModel:
         parts = (*self.layers, *self.sides.values())
         dense = sum(cost.row_flops + cost.expert_row_flops for cost in parts)
         return dense + sum(self.score_flops(role, history) for role in self.text.layers)
+
+    def prompt_flops(self, prompt_tokens: int, mode: PrefillMode) -> float:
+        """All products of a cold prompt up to its last row, the head's left out; scores by spans of SPAN_ROWS rows."""
+        reach = self.reach(mode, prompt_tokens)
+        flops = prompt_tokens * sum(side.row_flops for side in self.sides.values())
+        for start in range(0, prompt_tokens, SPAN_ROWS):
+            stop = min(start + SPAN_ROWS, prompt_tokens)
+            rows_of = rows_in(reach, start, stop)
+            for role, cost in zip(self.text.layers, self.layers, strict=True):
+                row_flops = cost.row_flops + cost.expert_row_flops + self.score_flops(role, (start + stop) // 2)
+                flops += rows_of(role.layer) * row_flops
+        return flops
 
     @cached_property
     def prepared_key_bytes(self) -> int:

@@ -195,3 +195,11 @@ def test_routing_is_shown_where_it_was_counted(write):
     assert status == 0
     assert "| synthetic:1, stores=12 | 1,024 | 2.35 | 1.50 | 6.00 | 45.25 | 380.00 |" in page
     assert "## Routing" not in write(OPENED, decode(1, 50.0))[1]
+
+
+def test_products_are_counted_of_the_published_prefills(write):
+    ceilings = LABELS | {"line": "ceilings", "copy_bytes_s": 4e12, "bf16_flops_s": 800e12}
+    _, page, _ = write(ceilings, OPENED, prefill(261_933, 23.733), prefill(4096, 1.0))
+    told = " ".join(page.split())
+    assert "261,933-token cold prefill, `halo` 210 TFLOP/s, 0.26 of that rate." in told
+    assert told.count("of that rate") == 1
