@@ -9,17 +9,18 @@ import queue
 import shutil
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import product
 
 import hip_doubles
 import hip_start
+import numpy as np
 import pytest
 import torch
 
 from rocline.engine import scratch
-from rocline.engine.handoff import HandOff
+from rocline.engine.handoff import HandOff, Layout, Packed, Reach, RowKind, RowSpan, StepRows
 from rocline.engine.model import Model, split_layers
 from rocline.engine.scratch import StageMemory
 from rocline.hip_kernels.driver import Event, HostBuffer, copy_async, devices, fill_async
@@ -175,6 +176,44 @@ def test_real_hand_offs_arrive_whole_over_every_pair(copies, cards, sent_rows):
             sent.release()
     copies.settle()
     assert [card.used_bytes() for card in cards] == [0] * len(cards)
+
+
+def step_rows(n_bytes, fresh):
+    """A step's piece, and fresh rows that travel with it, on the host."""
+    made = np.random.default_rng(n_bytes)
+    piece_u8 = torch.from_numpy(made.integers(0, 256, n_bytes, dtype=np.uint8))
+    span = RowSpan(0, 7, 1, RowKind.DECODE, Reach(8, 16, 5, 6), 7)
+    return StepRows((span,), Packed(piece_u8, Layout.of(1, n_bytes, 16, ())), (3,), fresh)
+
+
+@pytest.mark.parametrize("route", ["direct", "host"])
+def test_a_step_arrives_where_its_capture_reads_it(request, cards, small_checks, sent_rows, route):
+    """Ended by a word and not, with fresh rows and without; its sender's memory is back when the copy is done."""
+    source, target = cards[:2]
+    fault = nullcontext() if route == "direct" else request.getfixturevalue("double").fault(0, 1, "corrupt")
+    fresh = next(rows.fresh for rows in sent_rows if rows.fresh)
+    with fault:
+        copies = PeerCopies([card.device for card in cards])
+        assert copies.verdicts[source.number, target.number].route == route
+    for n_bytes, of in ((41_003, ()), (4096, fresh), (5 << 20, fresh)):
+        rows = step_rows(n_bytes, of)
+        with source.stream, scratch.use(source.memory), source.memory.scope():
+            made = rows.moved(lambda tensor: scratch.like(tensor, len(tensor)))
+            for tensor, wanted in zip(made.tensors(), rows.tensors(), strict=True):
+                copy_async(tensor.data_ptr(), wanted.data_ptr(), tensor.nbytes)
+            sent = copies.send(replace(made, lease=source.memory.lease(made.tensors())), source.number)
+        with target.stream as stream, target.memory.scope():
+            room_u8 = target.memory.lend((n_bytes,), torch.uint8, "room")
+            got = copies.receive(sent, source.number, target.number, target.memory, room_u8)
+            assert got.packed.data_u8 is room_u8
+            stream.synchronize()
+            for tensor, wanted in zip(got.tensors(), rows.tensors(), strict=True):
+                assert torch.equal(tensor.cpu(), wanted)
+        assert (got.spans, got.rings, [f.first for f in got.fresh]) == (rows.spans, rows.rings, [f.first for f in of])
+        sent.release()
+        copies.sweep()
+        assert source.used_bytes() == target.used_bytes() == 0
+    copies.close()
 
 
 def test_in_one_process_rows_are_copied(sent_rows):
