@@ -20,6 +20,7 @@ from rocline.tools.load_protocols import Talk
 
 GIB = 1 << 30
 KERNELS_SHOWN = 24
+IDLE_SHOWN = 8
 LINE = 120
 NOT_MEASURED = "not measured"
 
@@ -312,6 +313,13 @@ def _profile(profile: Profile) -> Iterable[str]:
         share = f"{sum(k['share'] for k in others):.1%}"
         rows.append((f"{len(others)} others", f"{ms:,.2f}", share, f"{n:,}", f"{1e3 * ms / n:,.1f}"))
     yield _table(("kernel", "ms", "share", "launches", "mean us"), rows)
+    if profile.idle:
+        yield "What the device had done last, and did next, when it had nothing to do for longest in all:"
+        gaps = [
+            (f"`{g['after']}`", f"`{g['before']}`", f"{g['ms']:,.2f}", f"{g['times']:,}", f"{g['mean_us']:,.1f}")
+            for g in profile.idle[:IDLE_SHOWN]
+        ]
+        yield _table(("after", "before", "ms", "times", "mean us"), gaps)
     if profile.bounds:
         yield (
             "Of their bound: the time that the products take at torch's BF16 rate, or the weights at the rate of a "

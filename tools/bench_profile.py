@@ -21,6 +21,7 @@ from rocline.tools.load_protocols import Talk
 DECODED_TOKENS = 32  # of each stream, under the profiler
 MOST_OUTPUT_TOKENS = 1024
 NAME_CHARS = 80
+IDLE_SAID = 24
 
 
 class Span(NamedTuple):
@@ -37,16 +38,27 @@ class Kernel(NamedTuple):
     launches: int
 
 
+class Idle(NamedTuple):
+    """Time in which a device had nothing to do, by what it had done and what it did next."""
+
+    after: str
+    before: str
+    ms: float
+    times: int
+
+
 class Seen(NamedTuple):
     """
     kernels  by name, those with most time first
     wall_ms  from the first one's start to the last one's end
     busy_ms  of all devices together, what overlaps on one counted once
+    idle     all of it, that with most time first
     """
 
     kernels: dict[str, Kernel]
     wall_ms: float
     busy_ms: float
+    idle: list[Idle]
 
     @property
     def launches(self) -> int:
@@ -56,17 +68,23 @@ class Seen(NamedTuple):
 def seen(spans: Iterable[Span]) -> Seen:
     """Of all that ran while the profiler did."""
     ns, launches, busy_ns = defaultdict[str, int](int), defaultdict[str, int](int), 0
+    gaps_ns = defaultdict[tuple[str, str], list[int]](list)
     ordered = sorted(spans, key=lambda span: (span.device, span.start_ns))
     for _, of_device in groupby(ordered, key=lambda span: span.device):
-        done_ns = 0
+        done_ns, last = 0, ""
         for span in of_device:
+            if last and span.start_ns > done_ns:
+                gaps_ns[last, span.name].append(span.start_ns - done_ns)
             ns[span.name] += span.stop_ns - span.start_ns
             launches[span.name] += 1
             busy_ns += max(0, span.stop_ns - max(span.start_ns, done_ns))
-            done_ns = max(done_ns, span.stop_ns)
+            if span.stop_ns >= done_ns:
+                done_ns, last = span.stop_ns, span.name
     names = sorted(ns, key=lambda name: -ns[name])
     wall_ns = max((s.stop_ns for s in ordered), default=0) - min((s.start_ns for s in ordered), default=0)
-    return Seen({name: Kernel(ns[name] / 1e6, launches[name]) for name in names}, wall_ns / 1e6, busy_ns / 1e6)
+    kernels = {name: Kernel(ns[name] / 1e6, launches[name]) for name in names}
+    idle = [Idle(*between, sum(gaps) / 1e6, len(gaps)) for between, gaps in gaps_ns.items()]
+    return Seen(kernels, wall_ns / 1e6, busy_ns / 1e6, sorted(idle, key=lambda of: -of.ms))
 
 
 @contextmanager
@@ -150,6 +168,11 @@ class Profiles:
             share, mean_us = ms / total_ms, 1e3 * ms / launches
             self._say(line="kernel", profile=what, kernel=name, ms=ms, share=share, launches=launches, mean_us=mean_us)
             self._talk.say(f"{ms:10.2f} ms {share:6.1%} {launches:7d} x {mean_us:9.1f} us  {name}")
+        for idle in found.idle[:IDLE_SAID]:
+            mean_us = 1e3 * idle.ms / idle.times
+            self._say(line="idle", profile=what, **idle._asdict(), mean_us=mean_us)
+            names = f"{idle.after} -> {idle.before}"
+            self._talk.say(f"{idle.ms:10.2f} ms idle  {idle.times:7d} x {mean_us:9.1f} us  {names}")
         for fields in bounds.of({name: kernel.ms for name, kernel in found.kernels.items()}):
             self._say(line="bound", profile=what, **fields)
             self._talk.say(f"{fields['of_bound']:6.1%} of the bound by {fields['bound_by']}: {fields['what']}")

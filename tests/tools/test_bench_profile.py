@@ -10,7 +10,7 @@ from rocline.engine.release import release_config
 from rocline.pipeline.costs import CostModel
 from rocline.tools import bench_engine, bench_profile, cli
 from rocline.tools.bench_bounds import Bounds, Ceilings
-from rocline.tools.bench_profile import Kernel, Span, seen
+from rocline.tools.bench_profile import Idle, Kernel, Span, seen
 
 MS = 1_000_000
 ONLY_PRODUCTS, ONLY_READING = Ceilings(float("inf"), 1.0), Ceilings(1.0, float("inf"))
@@ -38,7 +38,18 @@ def test_overlapping_spans_are_busy_once():
     assert found.kernels == {"b": Kernel(8.0, 3), "a": Kernel(7.0, 2)}
     assert list(found.kernels) == ["b", "a"]
     assert (found.wall_ms, found.busy_ms, found.launches) == (16.0, 6.0 + 1.0 + 6.0, 5)
-    assert seen([]) == ({}, 0.0, 0.0)
+    assert found.idle == [Idle("a", "b", 4.0, 1)]  # after the last to end, not the last to begin; none across cards
+    assert seen([]) == ({}, 0.0, 0.0, [])
+
+
+def test_idle_time_adds_up():
+    ends = [0, 2, 3, 7, 7, 9, 20]
+    spans = [Span("ab"[n % 2], 0, end * MS, (end + 1) * MS) for n, end in enumerate(ends)]
+    found = seen([*spans, Span("long", 0, 10 * MS, 15 * MS), Span("within", 0, 11 * MS, 12 * MS)])
+    assert found.busy_ms + sum(idle.ms for idle in found.idle) == found.wall_ms
+    assert Idle("long", "a", 5.0, 1) in found.idle
+    assert Idle("a", "b", 1.0 + 3.0 + 1.0, 3) in found.idle
+    assert len(found.idle) == 2
 
 
 def test_a_decoded_row_reads_its_experts_and_all_other_fp8(release):
@@ -105,13 +116,15 @@ def test_the_lines(data_folder, monkeypatch, capsys):
     ceilings, *lines = map(json.loads, out.splitlines())
     assert (ceilings["line"], ceilings["copy_bytes_s"], ceilings["bf16_flops_s"]) == ("ceilings", 4e12, 7e14)
     kinds = [line["line"] for line in lines if line["line"] != "rows"]
-    one = ["profile", "kernel", "kernel", "bound"]
+    one = ["profile", "kernel", "kernel", "idle", "bound"]
     timed = ["opened", "decode", "prefill"]
     assert kinds == [*timed, *timed, *one, *one, "hashes"]  # of the last size alone
-    decode, down, embed, bound = lines[kinds.index("profile") :][:4]
+    decode, down, embed, idle, bound = lines[kinds.index("profile") :][:5]
     assert (decode["profile"], decode["steps"]) == ("decode of 1, 5 tokens before", 2)
     assert (down["kernel"], down["launches"], down["mean_us"]) == ("mixture_down", 2 * n_layers, 1000)
     assert embed["share"] == pytest.approx(1 / (2 * n_layers + 1))
+    assert (idle["after"], idle["before"], idle["times"]) == ("mixture_down", "embed", 1)
+    assert idle["ms"] == 100 - 2 * n_layers
     assert bound["what"] == "experts: mixture_down"
     assert 0 < bound["of_bound"] < 1e-3
     assert "mixture_down" in err
