@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,11 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.handoff import gathered
+from rocline.hip_kernels.binding import is_shapes_only
 from rocline.hip_kernels.rope import rope_frequencies, rope_table, yarn_frequencies
+
+# Three a chunk, for as many as are in flight: each of its visits asks for them. Of a row of the release 256 bytes each.
+RANGES_KEPT = 64
 
 
 class RopeRows(NamedTuple):
@@ -24,7 +30,10 @@ class RopeRows(NamedTuple):
 
 
 class RopeTables:
-    """The two frequency tables of a model: window-only layers, and everything in compressed layers."""
+    """The two frequency tables of a model: window-only layers, and everything in compressed layers.
+
+    Stages of one model share them (`of`): a chunk's rotations are made once, not in each of its visits.
+    """
 
     def __init__(self, config: TextConfig) -> None:
         scaling, width = config.rope_scaling, config.qk_rope_head_dim
@@ -37,6 +46,12 @@ class RopeTables:
             scaling.beta_slow,
             scaling.original_max_position_embeddings,
         )
+        self._kept = lru_cache(RANGES_KEPT)(self._made)
+
+    @staticmethod
+    @lru_cache(4)
+    def of(config: TextConfig) -> RopeTables:
+        return RopeTables(config)
 
     def rows(self, positions_i32: Tensor, ratio: int) -> RopeRows:
         """Rows for positions_i32 [R], on the host, in a layer of the given compression ratio."""
@@ -49,3 +64,12 @@ class RopeTables:
         out = RopeRows(torch.empty(shape), torch.empty(shape))
         rope_table(positions_i32, omega_f32, *out)
         return out
+
+    def of_ranges(self, ranges: Iterable[range], ratio: int) -> RopeRows:
+        """on_host of ranges of positions one after the other; to be read only, others have it too."""
+        make = self._made if is_shapes_only() else self._kept  # on paper nothing is computed: not to be kept
+        return make(tuple(ranges), bool(ratio))
+
+    def _made(self, ranges: tuple[range, ...], is_compressed: bool) -> RopeRows:
+        parts = [torch.arange(of.start, max(of.start, of.stop), of.step, dtype=torch.int32) for of in ranges]
+        return self.on_host(torch.cat(parts), int(is_compressed))

@@ -97,13 +97,14 @@ class TableMaker:
         positions_i32 = positions_of(spans)
         row_tiles = RowTiles.of([span.n_rows for span in spans])
         visible = [visible_rows(positions_i32, ratio) for ratio in RATIOS]
-        compressed = self.rope.on_host(positions_i32, 1)
+        ranges = [range(span.start, span.end) for span in spans]
+        compressed = self.rope.of_ranges(ranges, 1)
         few = self.rings_together and max(span.n_rows for span in spans) <= REWIND_ROWS
         rings = self._rings(spans, states, positions_i32) if few else ()
         groups = {r: self._groups(spans, states, r, compressed) for r in self.source_ratios if self.rings_together}
         here = iter(
             scratch.upload_together(
-                *self.rope.on_host(positions_i32, 0),
+                *self.rope.of_ranges(ranges, 0),
                 *compressed,
                 torch.nn.utils.rnn.pad_sequence([state.table_i32 for state in states], batch_first=True),
                 row_tiles.tiles_i32,
@@ -162,9 +163,9 @@ class TableMaker:
             positions.append(closed)
             sequences.append(torch.full((len(closed),), at))
             n_before += span.n_rows
-        position = torch.cat(positions).int()
-        integers = position, torch.cat(sequences).int(), torch.cat(pairs).int(), torch.cat(held).int()
-        return *self.rope.on_host(2 * position, ratio), *integers
+        starts = [range(span.start // 2 * 2, span.end // 2 * 2 if span.keeps_rows else 0, 2) for span in spans]
+        integers = (torch.cat(of).int() for of in (positions, sequences, pairs, held))
+        return *self.rope.of_ranges(starts, ratio), *integers
 
 
 def visible_rows(positions_i32: Tensor, ratio: int) -> Tensor:

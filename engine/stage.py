@@ -108,7 +108,7 @@ class Stage:
         self._last_keys: int | None = None
         self._windows, self._pairs = self._ring_rooms(ring_data, sequences_at_once)
         self._ring_numbers = RingNumbers(sequences_at_once)
-        rope, together = RopeTables(self.config), sequences_at_once is not None
+        rope, together = RopeTables.of(self.config), sequences_at_once is not None
         ratios = {self.config.layers[side].ratio for visit in self.visits for side in visit.kv_sides}
         self._tables_of = TableMaker(rope, self.config.sliding_window, together, ratios).tables
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)

@@ -131,14 +131,15 @@ class RowTiles:
     @staticmethod
     def of(rows_per_sequence: Sequence[int]) -> RowTiles:
         """For a call whose rows are those of sequence 0, then 1, and so on. On the CPU; see to()."""
-        tiles, row = [], 0
+        tiles, first, row = list[tuple[int, int, int, int]](), list[int](), 0
         for sequence, n_rows in enumerate(rows_per_sequence):
             end = row + n_rows
             while row < end:
+                if not row % VECTORS:
+                    first.append(len(tiles))
                 stop = min(end, (row // VECTORS + 1) * VECTORS)
                 tiles.append((row // VECTORS, row, stop, sequence))
                 row = stop
-        first = [next(i for i, tile in enumerate(tiles) if tile[0] == t) for t in range(-(-row // VECTORS))]
         sequences = torch.arange(len(rows_per_sequence), dtype=torch.int32)
         return RowTiles(
             torch.tensor(tiles, dtype=torch.int32).reshape(-1, 4),
