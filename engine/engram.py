@@ -106,8 +106,8 @@ class EngramTable:
 
     def compressed(self, lookback_i32: Tensor) -> Tensor:
         """Compressed ids of token ids [R, N], int64; -1 (dead, or before the start) stays -1."""
-        tokens_i64 = lookback_i32.long()
-        return self.map_i64[tokens_i64.clamp_min(0)].where(tokens_i64 >= 0, -1)
+        tokens_i32, map_i64 = lookback_i32.numpy(), self.map_i64.numpy()
+        return torch.from_numpy(np.where(tokens_i32 >= 0, map_i64[np.maximum(tokens_i32, 0)], -1))
 
     def hash_rows(self, lookback_i32: Tensor, rows_i64: Tensor) -> None:
         """Fill rows_i64 [R, C] with the table rows of token ids [R, N]."""
