@@ -74,6 +74,8 @@ class DeviceChecks:
             self._pending.append((rows.spans, there_u8, slot, event))
 
     def found(self) -> list[BadRow]:
+        if not (self._pending or self._early):
+            return []
         with self._lock:
             self._collect()
             found, self._early = self._early, []

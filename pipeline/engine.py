@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from rocline.arena.spans import ArenaFull
 from rocline.arena.trace import Recorder
 from rocline.engine.answer import Answer, Ask, answer
@@ -22,7 +24,7 @@ from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
 from rocline.engine.digest import LogitsDigest
 from rocline.engine.engram import load_id_map
-from rocline.engine.engram_ahead import EngramAhead
+from rocline.engine.engram_ahead import EngramAhead, EngramRows, GatheredLate
 from rocline.engine.generation import check_prompt
 from rocline.engine.handoff import FirstStep, HandOff, Rows, reach_for
 from rocline.engine.layers.head import embed_rows, lookback_rows
@@ -36,7 +38,6 @@ from rocline.pipeline.headroom import Headroom, sources
 from rocline.pipeline.observe import Seen, observe
 from rocline.pipeline.options import Options
 from rocline.pipeline.request import (
-    EngineError,
     FinishReason,
     NotReady,
     Request,
@@ -119,8 +120,8 @@ class Engine:
         self._watchdog = Watchdog(options.stages, self._on_hang, floor_s=hang_floor_s)
         self.headroom = Headroom(sources(layout.device_indices))
         self._workers = self._make_workers(self._assembly)
-        tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
-        self._ahead = EngramAhead(tables) if tables else None
+        self._tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
+        self._ahead = EngramAhead(self._tables) if self._tables else None
         visits = [stage.visits for stage in self.placement.stages]
         self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
         for worker in self._workers:
@@ -310,7 +311,8 @@ class Engine:
         self._put(task)
 
     def done(self, job: Job, answers: dict[int, Answer]) -> None:
-        self._settle()  # what the job's earlier visits have found is known by now
+        if not job.is_step:  # of which no rows are checked, and whose pieces go back when many have come together
+            self._settle()  # what the job's earlier visits have found is known by now
         with self._lock:
             told = []
             for entry, span in zip(job.entries, job.spans, strict=True):
@@ -318,9 +320,10 @@ class Engine:
                     self._prompt_rows += 0 if job.is_step else span.n_rows
                     told.append((running, self._taken(running, answers.get(entry.number) or Answer())))
             self._schedule.done(job)
-            for running, news in told:
-                self._tell(running, news)
-            self._advance()
+            ends = [self._ended_by(running, news) for running, news in told]
+            self._advance()  # the next step goes off before readers wake up and want the interpreter too
+            for (running, news), summary in zip(told, ends, strict=True):
+                self._tell(running, news, summary)
 
     def _settle(self) -> None:
         """Give back what has been copied, and end requests whose rows are bad."""
@@ -383,10 +386,16 @@ class Engine:
                 worker.stage.open(entry.number, entry.page_table)
         for job in jobs:
             lookback_i32 = lookback_rows(self.config.text_config, job.spans, _ids(job))
-            engram = self._ahead.start(lookback_i32) if self._ahead else None  # threads begin to gather
-            self._put(Task(job, lookback_i32, engram, self._times(job)))
+            self._put(Task(job, lookback_i32, self._engram(job, lookback_i32), self._times(job)))
         if self._schedule.is_idle:
             self._lock.notify_all()
+
+    def _engram(self, job: Job, lookback_i32: Tensor) -> EngramRows | None:
+        if self._ahead is None:
+            return None
+        if job.is_step and self.options.engram == "ram":  # the stage's thread has them before another has woken up
+            return GatheredLate(self._tables, lookback_i32)
+        return self._ahead.start(lookback_i32)  # threads begin to gather
 
     def _times(self, job: Job) -> int:
         """Of decode steps one in SHOWN_STEPS is timed, from the first on: asking HIP when each visit of each began and
@@ -417,29 +426,42 @@ class Engine:
             self._schedule.commit(running.entry, news.token)
         return news
 
-    def _tell(self, running: Running, news: Answer) -> None:
-        """Publish the news to the request's reader, and end it if they were the last."""
+    def _ended_by(self, running: Running, news: Answer) -> Summary | None:
+        """The end of a request whose last token the news has; what it held is free."""
+        if news.why:
+            return None
+        if news.token in running.sampler.stop_ids:
+            return self._forget(running, "stop")
+        if len(running.output_ids) == running.entry.max_tokens:
+            return self._forget(running, "length")
+        return None
+
+    def _tell(self, running: Running, news: Answer, summary: Summary | None) -> None:
+        """Publish the news to the request's reader, and its end."""
         if news.why:
             return
         ids = None if news.token is None else array("i", [news.token])
         running.stream.publish(running.progress, ids, news.logprobs, news.prompt_logprobs)
-        if news.token in running.sampler.stop_ids:
-            self._finish(running, "stop")
-        elif len(running.output_ids) == running.entry.max_tokens:
-            self._finish(running, "length")
+        if summary:
+            running.stream.end(running.progress, summary)
 
     def _finish(self, running: Running, reason: FinishReason) -> None:
-        self._end(running, running.summary(reason), reason)
+        running.stream.end(running.progress, self._forget(running, reason))
+
+    def _forget(self, running: Running, reason: FinishReason) -> Summary:
+        summary = running.summary(reason)
+        self._remove(running, reason)
+        return summary
 
     def _fail_request(self, number: int, why: str) -> None:
         if running := self._running.get(number):
-            self._end(running, RequestFailed(why), "failed")
+            self._remove(running, "failed")
+            running.stream.end(running.progress, RequestFailed(why))
 
-    def _end(self, running: Running, outcome: Summary | EngineError, how: str) -> None:
+    def _remove(self, running: Running, how: str) -> None:
         del self._running[running.entry.number]
         self._ended[how] += 1
         self._schedule.end(running.entry)
-        running.stream.end(running.progress, outcome)
 
     def _fail(self, reason: str) -> None:
         """Nothing more can be computed: tell everybody."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.answer import Answer
-from rocline.engine.engram_ahead import Gathered
+from rocline.engine.engram_ahead import EngramRows
 from rocline.engine.handoff import FirstStep, HandOff, Rows
 from rocline.engine.home import Home
 from rocline.engine.marks import Moment
@@ -39,7 +39,7 @@ class Task:
     """A job on its way.
 
     lookback_i32  [R, N] of its rows, as in HandOff, on the host
-    engram        table rows on their way for it; None for a model without Engram
+    engram        table rows for it, or what gathers them; None for a model without Engram
     timed         of a decode step: how many steps it stands for on the timeline; 0: it is not shown
     place         on the path: the visit that is next
     rows          for that visit; None before the first
@@ -48,7 +48,7 @@ class Task:
 
     job: Job
     lookback_i32: Tensor
-    engram: Gathered | None = None
+    engram: EngramRows | None = None
     timed: int = 1
     place: int = 0
     rows: Rows | None = None
