@@ -1,8 +1,9 @@
 """python -m rocline.tools.bench_load: how fast weights come to a card and are re-ordered there, as JSON lines.
 
 The experts of one layer at the release's sizes, or as many of them as --experts says: from the host's memory, the same
-by copies that are not pinned, and from a file that the page cache holds; beside plain copies in the same run. What they
-weigh is noise. Each figure is the median of the repeats; the first run, which compiles, is not counted.
+by copies that are not pinned, and from a file that the page cache holds; beside plain copies in the same run, to the
+card and within the host. What they weigh is noise. Each figure is the median of the repeats; the first run, which
+compiles, is not counted.
 
 of_transfer  the rate over that of pinned copies
 """
@@ -15,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
@@ -34,7 +37,7 @@ from rocline.hip_kernels.dispatch import Place
 from rocline.hip_kernels.driver import HostBuffer, copy_async, devices
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
 from rocline.hip_kernels.runtime import HipError
-from rocline.hip_kernels.uploader import PART_BYTES, PARTS
+from rocline.hip_kernels.uploader import PART_BYTES, PARTS, READ_BYTES, READERS
 
 NOISE_BYTES = 64 << 20
 SCALES, ONE = (119, 122), 127  # E8M0 codes
@@ -120,6 +123,7 @@ class Bench:
             "copies from pageable memory", n_bytes, lambda: copy_async(target.address, pageable_u8.data_ptr(), n_bytes)
         )
         target.free()
+        self.host_copies(pageable_u8, pinned)
         pinned.free()
 
         began_s = time.perf_counter()
@@ -127,6 +131,17 @@ class Bench:
             buffer.free()
         facts = {"what": "pinning, once a card", "gb": round(PARTS * PART_BYTES / 1e9, 3)}
         print(json.dumps(facts | {"ms": round(1e3 * (time.perf_counter() - began_s), 1)}), flush=True)
+
+    def host_copies(self, pageable_u8: Tensor, pinned: HostBuffer) -> None:
+        """What the readers do before a copy to the card can begin, all of it, and nothing else."""
+        source_u8, target_u8 = pageable_u8.numpy(), pinned.tensor().numpy()
+        with ThreadPoolExecutor(READERS) as readers:
+
+            def copy() -> None:
+                parts = [slice(start, start + READ_BYTES) for start in range(0, len(source_u8), READ_BYTES)]
+                list(readers.map(lambda part: np.copyto(target_u8[part], source_u8[part]), parts))
+
+            self.report(f"copies to pinned memory by {READERS} threads", len(source_u8), copy)
 
     def load(self, what: str, layer: Layer, routed: Matrices, is_pinned: bool = True) -> None:
         """Pinned memory is there from the first run on, as for a card's later layers."""
