@@ -32,10 +32,11 @@ class Curve:
 
 @dataclass
 class Profile:
-    """One profiled request: its summary, its kernels, when the device had none, and the bounds of some of them."""
+    """One profiled request: its summary, kernels, copies, when a device had none, and the bounds of some kernels."""
 
     summary: Line
     kernels: list[Line] = field(default_factory=list)
+    copies: list[Line] = field(default_factory=list)
     idle: list[Line] = field(default_factory=list)
     bounds: list[Line] = field(default_factory=list)
 
@@ -136,6 +137,8 @@ def _take(measured: Measured, lines: Iterable[Line]) -> None:
             measured.profiles.append(Profile(line))
         elif kind == "kernel":
             measured.profiles[-1].kernels.append(line)
+        elif kind == "copies":
+            measured.profiles[-1].copies.append(line)
         elif kind == "idle":
             measured.profiles[-1].idle.append(line)
         elif kind == "bound":

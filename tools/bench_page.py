@@ -313,6 +313,13 @@ def _profile(profile: Profile) -> Iterable[str]:
         share = f"{sum(k['share'] for k in others):.1%}"
         rows.append((f"{len(others)} others", f"{ms:,.2f}", share, f"{n:,}", f"{1e3 * ms / n:,.1f}"))
     yield _table(("kernel", "ms", "share", "launches", "mean us"), rows)
+    if profile.copies:
+        yield "Copies, and how much of their time was hidden: their card computed too."
+        copies = [
+            (c["copies"], f"{c['ms']:,.2f}", f"{c['times']:,}", f"{c['hidden_ms'] / c['ms']:.0%}")
+            for c in profile.copies
+        ]
+        yield _table(("copies", "ms", "times", "hidden"), copies)
     if profile.idle:
         yield "What the device had done last, and did next, when it had nothing to do for longest in all:"
         gaps = [

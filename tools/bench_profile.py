@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ DECODED_TOKENS = 32  # of each stream, under the profiler
 MOST_OUTPUT_TOKENS = 1024
 NAME_CHARS = 80
 IDLE_SAID = 24
+COPY = "Memcpy "  # what the profiler calls copies begins so
 
 
 class Span(NamedTuple):
@@ -47,18 +49,28 @@ class Idle(NamedTuple):
     times: int
 
 
+class Copies(NamedTuple):
+    """Of one direction. hidden_ms: of that the time in which the same device computed too."""
+
+    ms: float
+    times: int
+    hidden_ms: float
+
+
 class Seen(NamedTuple):
     """
     kernels  by name, those with most time first
     wall_ms  from the first one's start to the last one's end
     busy_ms  of all devices together, what overlaps on one counted once
     idle     all of it, that with most time first
+    copies   by name, which says their direction
     """
 
     kernels: dict[str, Kernel]
     wall_ms: float
     busy_ms: float
     idle: list[Idle]
+    copies: dict[str, Copies]
 
     @property
     def launches(self) -> int:
@@ -84,7 +96,32 @@ def seen(spans: Iterable[Span]) -> Seen:
     wall_ns = max((s.stop_ns for s in ordered), default=0) - min((s.start_ns for s in ordered), default=0)
     kernels = {name: Kernel(ns[name] / 1e6, launches[name]) for name in names}
     idle = [Idle(*between, sum(gaps) / 1e6, len(gaps)) for between, gaps in gaps_ns.items()]
-    return Seen(kernels, wall_ns / 1e6, busy_ns / 1e6, sorted(idle, key=lambda of: -of.ms))
+    return Seen(kernels, wall_ns / 1e6, busy_ns / 1e6, sorted(idle, key=lambda of: -of.ms), _copies(ordered))
+
+
+def _copies(ordered: Sequence[Span]) -> dict[str, Copies]:
+    """ordered: by device and start."""
+    copies = defaultdict[str, list[tuple[int, int]]](list)  # ns, and hidden ones
+    for _, of_device in groupby(ordered, key=lambda span: span.device):
+        spans, computed = list(of_device), list[tuple[int, int]]()  # without gaps or overlaps
+        for span in spans:
+            if span.name.startswith(COPY):
+                continue
+            if computed and span.start_ns <= computed[-1][1]:
+                computed[-1] = computed[-1][0], max(computed[-1][1], span.stop_ns)
+            else:
+                computed.append((span.start_ns, span.stop_ns))
+        starts = [start_ns for start_ns, _ in computed]
+        for name, _, start_ns, stop_ns in spans:
+            if not name.startswith(COPY):
+                continue
+            meanwhile = computed[max(0, bisect_right(starts, start_ns) - 1) : bisect_right(starts, stop_ns)]
+            hidden_ns = sum(max(0, min(stop_ns, stop) - max(start_ns, start)) for start, stop in meanwhile)
+            copies[name].append((stop_ns - start_ns, hidden_ns))
+    return {
+        name: Copies(sum(ns for ns, _ in all_of) / 1e6, len(all_of), sum(ns for _, ns in all_of) / 1e6)
+        for name, all_of in sorted(copies.items())
+    }
 
 
 @contextmanager
@@ -168,6 +205,11 @@ class Profiles:
             share, mean_us = ms / total_ms, 1e3 * ms / launches
             self._say(line="kernel", profile=what, kernel=name, ms=ms, share=share, launches=launches, mean_us=mean_us)
             self._talk.say(f"{ms:10.2f} ms {share:6.1%} {launches:7d} x {mean_us:9.1f} us  {name}")
+        for name, copies in found.copies.items():
+            self._say(line="copies", profile=what, copies=name, **copies._asdict())
+            self._talk.say(
+                f"{copies.ms:10.2f} ms {copies.hidden_ms / copies.ms:6.1%} hidden  {copies.times:7d} x {name}"
+            )
         for idle in found.idle[:IDLE_SAID]:
             mean_us = 1e3 * idle.ms / idle.times
             self._say(line="idle", profile=what, **idle._asdict(), mean_us=mean_us)

@@ -139,13 +139,15 @@ def test_a_profile_has_its_kernels_and_bounds(write):
     bound = {"line": "bound", "what": "experts", "ms": 20.0, "bound_ms": 9.0, "bound_by": "bytes", "of_bound": 0.45}
     idle = [{"after": f"k{n}", "before": "copy", "ms": 9.0 - n, "times": 3, "mean_us": 1e3 / 3} for n in range(9)]
     idle = [{"line": "idle"} | line for line in idle]
+    copies = {"line": "copies", "copies": "Memcpy PtoP", "ms": 8.0, "times": 1234, "hidden_ms": 6.0}
     ceilings = {"line": "ceilings", "copy_bytes_s": 4.1e12, "bf16_flops_s": 7e14}
-    lines = [LABELS | line for line in (ceilings, summary, *kernels, *idle, bound)]
+    lines = [LABELS | line for line in (ceilings, summary, *kernels, copies, *idle, bound)]
     status, page, _ = write(decode(1, 60.0), *lines)
     assert status == 0
     assert "## Kernels: decode of 1" in page
     assert table(page, "`k29`") == ["`k29`", "39.00", "3.0%", "10", "1,000.0"]
     assert table(page, "6 others") == ["6 others", "75.00", "18.0%", "60", "1,250.0"]
+    assert table(page, "Memcpy PtoP") == ["Memcpy PtoP", "8.00", "1,234", "75%"]
     assert page.count("`copy`") == 8  # of nine
     assert "| `k0` | `copy` | 9.00 | 3 | 333.3 |" in page
     assert table(page, "experts") == ["experts", "20.00", "9.00", "bytes", "0.45"]

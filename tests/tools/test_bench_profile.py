@@ -10,7 +10,7 @@ from rocline.engine.release import release_config
 from rocline.pipeline.costs import CostModel
 from rocline.tools import bench_engine, bench_profile, cli
 from rocline.tools.bench_bounds import Bounds, Ceilings
-from rocline.tools.bench_profile import Idle, Kernel, Span, seen
+from rocline.tools.bench_profile import Copies, Idle, Kernel, Span, seen
 
 MS = 1_000_000
 ONLY_PRODUCTS, ONLY_READING = Ceilings(float("inf"), 1.0), Ceilings(1.0, float("inf"))
@@ -39,7 +39,8 @@ def test_overlapping_spans_are_busy_once():
     assert list(found.kernels) == ["b", "a"]
     assert (found.wall_ms, found.busy_ms, found.launches) == (16.0, 6.0 + 1.0 + 6.0, 5)
     assert found.idle == [Idle("a", "b", 4.0, 1)]  # after the last to end, not the last to begin; none across cards
-    assert seen([]) == ({}, 0.0, 0.0, [])
+    assert found.copies == {}
+    assert seen([]) == ({}, 0.0, 0.0, [], {})
 
 
 def test_idle_time_adds_up():
@@ -50,6 +51,17 @@ def test_idle_time_adds_up():
     assert Idle("long", "a", 5.0, 1) in found.idle
     assert Idle("a", "b", 1.0 + 3.0 + 1.0, 3) in found.idle
     assert len(found.idle) == 2
+
+
+def test_copies_are_hidden_by_what_their_own_card_computes():
+    copy, back = "Memcpy PtoP (Device -> Device)", "Memcpy DtoH (Device -> Pinned)"
+    spans = [
+        *(Span("a", 0, 0, 4 * MS), Span("b", 0, 3 * MS, 5 * MS), Span("a", 0, 8 * MS, 9 * MS)),
+        *(Span(copy, 0, 2 * MS, 10 * MS), Span(copy, 0, 20 * MS, 21 * MS), Span(back, 0, 4 * MS, 5 * MS)),
+        *(Span(copy, 1, 2 * MS, 10 * MS), Span("a", 1, 0, 2 * MS), Span("a", 1, 10 * MS, 12 * MS)),
+    ]
+    found = seen(reversed(spans))
+    assert found.copies == {copy: Copies(17.0, 3, 4.0), back: Copies(1.0, 1, 1.0)}
 
 
 def test_a_decoded_row_reads_its_experts_and_all_other_fp8(release):
