@@ -260,10 +260,10 @@ class HandOff:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows of a decode step between two captured visits: a hand-off that lies as both of them have it.
+    """Rows of a decode or verify step between two captured visits: a hand-off that lies as both of them have it.
 
     packed  of as many rows as the captured steps have, at least; the first are those of `spans`
-    rings   numbers of the sequences' rings in its tables; a stage that gave them others makes tables of its own
+    rings   by span, number of its sequence's rings in the tables; a stage that gave it others makes tables of its own
 
     The other fields are as in HandOff.
     """
@@ -277,7 +277,7 @@ class StepRows:
 
     @property
     def n_rows(self) -> int:
-        return len(self.spans)
+        return n_rows_of(self.spans)
 
     @property
     def is_spent(self) -> bool:
@@ -308,7 +308,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """Rows of a decode step before a first visit that is captured, which embeds them where it reads them.
+    """Rows of a step before a first visit that is captured, which embeds them where it reads them.
 
     lookback_i32  [R, N] as in HandOff, on the host
     table_bf16    [V, D] that they are embedded by
@@ -322,7 +322,7 @@ class FirstStep:
 
     @property
     def n_rows(self) -> int:
-        return len(self.spans)
+        return n_rows_of(self.spans)
 
 
 Rows = HandOff | StepRows
@@ -340,6 +340,10 @@ def copy(tensor: Tensor) -> Tensor:
     else:
         copy_rows(tensor, out)
     return out
+
+
+def n_rows_of(spans: Iterable[RowSpan]) -> int:
+    return sum(span.n_rows for span in spans)
 
 
 def positions_of(spans: Iterable[RowSpan]) -> Tensor:

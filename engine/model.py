@@ -149,7 +149,7 @@ class Model:
         return cls(config, weights, home=home, **options)  # type: ignore[arg-type]
 
     def capture_steps(self, most_rows: int) -> None:
-        """Capture decode steps of up to most_rows rows as in Stage, where the home does so. No sequence may be open."""
+        """Capture steps of up to most_rows rows as in Stage, where the home does so. No sequence may be open."""
         context = min(self.config.text_config.max_position_embeddings, self.pages.n_pages * self.pages.page_positions)
         if memory_of := self.home.step_memory():
             for stage in self.stages:

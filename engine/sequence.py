@@ -154,19 +154,19 @@ class SequenceState:
         """[n_pages] the page table as operators read it."""
         return torch.tensor(self.page_table[:], dtype=torch.int32)  # a copy: its owner may be appending to it
 
-    def add_row(self, position: int, windows: Iterable[int], pairs: Iterable[int], window: int) -> None:
-        """Move rings past a row that a captured step writes into them.
+    def add_rows(self, start: int, n_rows: int, windows: Iterable[int], pairs: Iterable[int], window: int) -> None:
+        """Move rings past at most REWIND_ROWS rows from `start` on, which a captured step writes into them.
 
-        Raises RuntimeError where they do not hold what it reads: `window` rows of which it is the last, and the token
-        that it closes a pair with.
+        Raises RuntimeError where they do not hold what the step reads there: the rows that its first one sees, `window`
+        with itself, and the token that closes a pair with that. All else is of the step's own rows.
         """
         for layer in windows:
-            self.windows[layer].check(max(0, position - window + 1), position)
-            self.windows[layer].note(position, 1)
+            self.windows[layer].check(max(0, start - window + 1), start)
+            self.windows[layer].note(start, n_rows)
         for side in pairs:
-            if position % 2:
-                self.pairs[side].check(position - 1, position)
-            self.pairs[side].note(position, 1)
+            if start % 2:
+                self.pairs[side].check(start - 1, start)
+            self.pairs[side].note(start, n_rows)
 
     def truncate(self, length: int) -> None:
         for ring in (*self.windows.values(), *self.pairs.values()):
@@ -193,5 +193,5 @@ def stand_in(windows: Mapping[int, RingRoom], pairs: Mapping[int, RingRoom], win
         pairs={side: room.ring(0) for side, room in pairs.items()},
         page_table=[0],
     )
-    state.add_row(0, state.windows, state.pairs, window)
+    state.add_rows(0, 1, state.windows, state.pairs, window)
     return state

@@ -148,7 +148,7 @@ class Stage:
         self._ring_numbers.give_back(self.sequences.pop(sequence).ring_number)
 
     def capture_steps(self, memory_of: MemoryOf, most_rows: int, context: int) -> None:
-        """Capture decode steps of up to most_rows rows, for sequences of up to `context` positions, on a device.
+        """Capture steps of up to most_rows rows, for sequences of up to `context` positions, on a device.
 
         memory_of  as in Steps.capture
 
@@ -195,7 +195,8 @@ class Stage:
                  it raises ends this run
 
         The result lies in this stage's memory until its lease is released. Of the fresh rows it has those that a
-        later visit still needs. Raises ArenaFull when the chunk does not fit.
+        later visit still needs. Raises ArenaFull when the chunk does not fit; RuntimeError before a layer runs where a
+        sequence does not hold what rows of a step read.
         """
         work, route = self.visits[visit], self.routes[visit]
         # Entering what a worker's thread has entered already takes longer than asking.
@@ -211,7 +212,7 @@ class Stage:
             if record is ignore and (step := self.steps.find(visit, given)):
                 for span in given.spans:
                     state, window = self.sequences[span.sequence], self.config.sliding_window
-                    state.add_row(span.start, work.layers, self._own_pairs[visit], window)
+                    state.add_rows(span.start, span.n_rows, work.layers, self._own_pairs[visit], window)
                 made = self.steps.run(step, given)
             else:
                 assert not isinstance(given, FirstStep), "only where steps are captured"

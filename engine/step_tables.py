@@ -1,4 +1,4 @@
-"""Row tables of a decode step at fixed places, so that a captured step finds them there (design.md section 8)."""
+"""Row tables of a decode or verify step at fixed places, where a captured step finds them (design.md section 8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rocline.engine.handoff import RowSpan
+from rocline.engine.handoff import RowSpan, n_rows_of
 from rocline.engine.rope_rows import RopeRows, RopeTables
 from rocline.engine.row_tables import RATIOS, GroupPlaces, RingPlaces, RowTables
 from rocline.engine.sequence import SequenceState, ring_slots
@@ -63,11 +63,12 @@ class StepSizes:
 
 
 class StepTables:
-    """Tables of up to n_rows rows, each of another sequence, in one piece of memory.
+    """Tables of up to n_rows rows in one piece of memory: each row as if it were alone, with a page table of its own.
 
     Rows that are not there are copies of the last one. They compute what that computes and write the same bytes to the
     same places, so nothing has to know of them, and no expert is read for them alone.
-    A row that closes no pair has one all the same, of itself twice, which goes nowhere.
+    A row that closes no pair has one all the same, of itself twice, which goes nowhere. One that closes it with the row
+    before it in the step finds that among the step's tokens: the ring holds it only when all of them are done.
     """
 
     def __init__(self, sizes: StepSizes, rope: StepRope) -> None:
@@ -85,7 +86,8 @@ class StepTables:
         }
         self._row_tiles = RowTiles.of([1] * sizes.n_rows)
         self._host["tiles"][:] = self._row_tiles.tiles_i32.numpy()
-        self._host["sequence"][:] = np.arange(sizes.n_rows)
+        self._rows = np.arange(sizes.n_rows)
+        self._host["sequence"][:] = self._host["pair"][:, 1] = self._rows
         self._host["pre"][:, 0] = 1.0  # the first sublayer collapses stream 0 alone
 
     def _tables(self) -> dict[str, _Table]:
@@ -114,20 +116,26 @@ class StepTables:
     def fill(
         self, spans: Sequence[RowSpan], states: Sequence[SequenceState], lookback_i32: NDArray | None = None
     ) -> None:
-        """Write the rows of these spans, of one row each, into host_u8; their sequences are in these states.
+        """Write the rows of these spans, of at most REWIND_ROWS each, into host_u8.
 
+        states        of the spans' sequences, each of another one
         lookback_i32  [n, N] as in HandOff; None: it and the ids are not known here, and left as they are
         """
-        host, sizes, n = self._host, self.sizes, len(spans)
-        from_i64 = np.minimum(np.arange(sizes.n_rows), n - 1)
-        position = np.array([span.start for span in spans], dtype=np.int64)[from_i64]
-        ring = np.array([state.ring_number for state in states], dtype=np.int64)[from_i64]
+        host, sizes, n = self._host, self.sizes, n_rows_of(spans)
+        position = np.array([span.start for span in spans], dtype=np.int64)
+        ring = np.array([state.ring_number for state in states], dtype=np.int64)
         pages_i32 = host["pages"]
-        for row, state in enumerate(states):
+        for at, state in enumerate(states):
             table = state.page_table[:]  # a copy: its owner may be appending to it
-            pages_i32[row, : len(table)] = table
-            pages_i32[row, len(table) :] = 0
+            pages_i32[at, : len(table)] = table
+            pages_i32[at, len(table) :] = 0
+        if n > len(spans):  # what is of spans so far becomes rows'
+            span_of = np.repeat(np.arange(len(spans)), [span.n_rows for span in spans])
+            position = np.concatenate([self._rows[: span.n_rows] + span.start for span in spans])
+            ring, pages_i32[:n] = ring[span_of], pages_i32[span_of]
         pages_i32[n:] = pages_i32[n - 1]
+        from_i64 = np.minimum(self._rows, n - 1)
+        position, ring = position[from_i64], ring[from_i64]
         slots, first = ring_slots(sizes.window), np.maximum(position - sizes.window + 1, 0)
         host["from"][:], host["position"][:] = from_i64, position
         host["ring"][:], host["first"][:], host["count"][:] = ring, first % slots, position - first + 1
@@ -138,18 +146,28 @@ class StepTables:
             host["lookback"][:] = lookback_i32[from_i64]
             host["id"][:] = host["lookback"][:, 0]
         self._fill_pairs(position, ring)
+        if n > len(spans):
+            self._pair_in_step(spans)
         positions = position.tolist()
         self._rope.fill(positions, 0, host["cos_plain"], host["sin_plain"])
         self._rope.fill(positions, 1, host["cos_turned"], host["sin_turned"])
         self._rope.fill((position // 2 * 2).tolist(), 2, host["cos_pair"], host["sin_pair"])
 
     def _fill_pairs(self, position: NDArray, ring: NDArray) -> None:
-        host, slots, rows = self._host, ring_slots(1), np.arange(self.sizes.n_rows)
+        host, slots, rows = self._host, ring_slots(1), self._rows
         closes = position % 2 == 1
         host["pair_position"][:] = np.where(closes, position // 2, -1)
         host["pair"][:, 0] = np.where(closes, -1 - ring * slots - (position - 1) % slots, rows)
-        host["pair"][:, 1] = rows
         host["held"][:] = ring * slots + position % slots
+
+    def _pair_in_step(self, spans: Sequence[RowSpan]) -> None:
+        """Pairs of rows of one span, which are read from the step and not from the ring."""
+        first_i32, row = self._host["pair"][:, 0], 0
+        for span in spans:
+            for second in range(row + 1 + span.start % 2, row + span.n_rows, 2):
+                first_i32[second] = second - 1
+            row += span.n_rows
+        first_i32[row:] = first_i32[row - 1]  # copies have the last row's
 
     def on_device(self, tables_u8: Tensor, spans: tuple[RowSpan, ...], most_positions: int) -> StepPlaces:
         """What layers read, in tables_u8, which holds what host_u8 holds.

@@ -1,9 +1,11 @@
-"""Decode steps of a stage, captured once and replayed: a visit is one launch of the host's (design.md section 8)."""
+"""Decode and verify steps of a stage, captured once and replayed: a visit is one launch of the host's (design.md
+section 8)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -27,15 +29,14 @@ from rocline.engine.handoff import (
     Rows,
     RowSpan,
     StepRows,
-    copy,
+    n_rows_of,
     reach_for,
 )
-from rocline.engine.kv_side import closed_by
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import StageLayers
 from rocline.engine.row_tables import RowTables
 from rocline.engine.scratch import StageMemory
-from rocline.engine.sequence import SequenceState
+from rocline.engine.sequence import REWIND_ROWS, SequenceState
 from rocline.engine.step_tables import ALIGNMENT, StepPlaces, StepRope, StepSizes, StepTables
 from rocline.hip_kernels.binding import shapes_only
 from rocline.hip_kernels.driver import copy_async
@@ -83,10 +84,10 @@ class StepEngram:
         return self.layers[layer]
 
     def on_host(self, layer: int) -> TableRows:
-        raise RuntimeError("a decode step has its table rows on the device")
+        raise RuntimeError("a step has its table rows on the device")
 
     def pick(self, index_i64: Tensor) -> StepEngram:
-        raise RuntimeError("a decode step keeps all of its rows")
+        raise RuntimeError("a step keeps all of its rows")
 
     def release(self) -> None:
         pass
@@ -207,7 +208,10 @@ class Steps:
 
     def has(self, spans: Sequence[RowSpan]) -> bool:
         """Whether rows of these spans run as steps, in every visit."""
-        return bool(self._row_counts) and 0 < len(spans) <= self._row_counts[-1] and all(map(_is_step, spans))
+        most = self._row_counts[-1] if self._row_counts else 0
+        if not 0 < n_rows_of(spans) <= most or not all(map(_is_step, spans)):
+            return False
+        return len({span.sequence for span in spans}) == len(spans)  # no span reads what another one writes
 
     def find(self, visit: int, rows: Rows | FirstStep) -> Step | None:
         """The step that these rows may run as."""
@@ -217,12 +221,13 @@ class Steps:
             return step if step and step.inputs.layout is layout else None
         if not self.has(rows.spans):
             return None
-        return self._steps[visit, next(n for n in self._row_counts if n >= len(rows.spans))]
+        n_rows = rows.n_rows
+        return self._steps[visit, next(n for n in self._row_counts if n >= n_rows)]
 
     def run(self, step: Step, rows: Rows | FirstStep) -> StepRows:
         """A visit's rows, in this thread's memory, from what enters it there; StepRows may lie in step.inputs already.
 
-        Raises RuntimeError where a sequence does not hold what its row reads.
+        The sequences' rings are past these rows already (SequenceState.add_rows).
         """
         spans, inputs = rows.spans, step.inputs
         states = [self._sequences[span.sequence] for span in spans]
@@ -268,13 +273,17 @@ class Steps:
         scratch.put(tables.host_u8[:n_bytes], step.inputs.data_u8[:n_bytes])
 
     def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
-        """Of the fresh rows those that the spans close."""
+        """What the spans close, of fresh rows that have those of each step row apart."""
         fresh = []
-        for of in made:
-            row, ratio = -1 - of.sequence, self._config.layers[of.source].ratio
-            if row < len(spans) and closed_by(spans[row], ratio):
-                rows_u8, keys_u8 = copy(of.rows_u8), copy(of.keys_u8)
-                fresh.append(FreshRows(of.source, spans[row].sequence, spans[row].start // ratio, rows_u8, keys_u8))
+        for source, of_source in groupby(made, lambda of: of.source):
+            ratio, by_row = self._config.layers[source].ratio, list(of_source)
+            row = 0
+            for span in spans:
+                closing = by_row[row + (-1 - span.start) % ratio : row + span.n_rows : ratio]
+                row += span.n_rows
+                if closing:
+                    parts = _joined([of.rows_u8 for of in closing]), _joined([of.keys_u8 for of in closing])
+                    fresh.append(FreshRows(source, span.sequence, span.start // ratio, *parts))
         return fresh
 
 
@@ -305,12 +314,20 @@ def _on_paper(memory: StageMemory, all_in: Callable[[StageMemory], object]) -> t
 
 
 def _is_step(span: RowSpan) -> bool:
-    return span.kind is RowKind.DECODE and span.n_rows == 1 and span.keeps_rows
+    return span.kind is not RowKind.PREFILL and 0 < span.n_rows <= REWIND_ROWS and span.keeps_rows
 
 
 def _copy_bytes(given_u8: Tensor, into_u8: Tensor) -> None:
     """As copy_rows, without the way of an operator to it, which takes longer than the rest of a visit."""
     copy_async(into_u8.data_ptr(), given_u8.data_ptr(), given_u8.nbytes)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Of [1, bytes] each one after the other, a copy."""
+    out_u8 = scratch.like(parts[0], len(parts))
+    for row, part_u8 in enumerate(parts):
+        _copy_bytes(part_u8, out_u8[row])
+    return out_u8
 
 
 def _padded(given: Tensor, n_rows: int) -> Tensor:

@@ -1,13 +1,16 @@
-"""The micro checkpoint, and a copy of it taken apart to be damaged."""
+"""The micro checkpoint, a copy of it taken apart to be damaged, and a count of launched graphs."""
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rocline.hip_kernels.graph import Graph
 
 
 @dataclass
@@ -76,3 +79,16 @@ def micro_shards(micro_model: Path, tmp_path: Path) -> ShardFiles:
         index[name] = file
     (tmp_path / "config.json").write_bytes((micro_model / "config.json").read_bytes())
     return ShardFiles(tmp_path, shards, index)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often graphs have been launched, by "graphs"."""
+    counts, launch = Counter[str](), Graph.launch
+
+    def counted(graph: Graph) -> None:
+        counts["graphs"] += 1
+        launch(graph)
+
+    monkeypatch.setattr(Graph, "launch", counted)
+    return counts

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import Counter
 from contextlib import closing
 
 import numpy as np
@@ -20,7 +19,6 @@ from rocline.engine.rope_rows import RopeTables
 from rocline.engine.row_tables import TableMaker
 from rocline.engine.sequence import SequenceState
 from rocline.engine.step_tables import StepRope, StepSizes, StepTables
-from rocline.hip_kernels.graph import Graph
 from rocline.hip_kernels.kernel import launch_counts
 
 WIDTH = 40  # pages of a table
@@ -120,19 +118,6 @@ def decoded(model, prompts, n_steps):
     for handle in handles:
         model.close(handle)
     return torch.stack(out)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """How often graphs have been launched."""
-    counts, launch = Counter(), Graph.launch
-
-    def counted(graph):
-        counts["graphs"] += 1
-        launch(graph)
-
-    monkeypatch.setattr(Graph, "launch", counted)
-    return counts
 
 
 @pytest.mark.parametrize("lengths", [(1,), (126, 33), (6, 15, 31)], ids=str)
