@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import prod
 from queue import PriorityQueue
 from typing import NamedTuple, Protocol
 
@@ -17,12 +18,14 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.engram import EngramTable
 from rocline.hip_kernels.binding import is_shapes_only
+from rocline.hip_kernels.driver import Event, HostBuffer
 from rocline.hip_kernels.rows import gather_rows
 
 # That a thread gathers at a time, 6,144 table rows at the release's width: 1 to 2 ms. Half as many spend a third of
 # their time in Python.
 PIECE_ROWS = 256
 LEAST_CAPACITY = 16  # rows of the smallest buffer
+SETTLE_S = 5.0
 
 
 class EngramAheadError(RuntimeError):
@@ -30,7 +33,10 @@ class EngramAheadError(RuntimeError):
 
 
 class TableRows(NamedTuple):
-    """rows_i64 [R, C] table rows of each column; codes_e4m3 [R, C, d] and scales_e8m0 [R, C, d/32] as stored."""
+    """rows_i64 [R, C] table rows of each column; codes_e4m3 [R, C, d] and scales_e8m0 [R, C, d/32] as stored.
+
+    Of these only codes and scales are ever brought to a device.
+    """
 
     rows_i64: Tensor
     codes_e4m3: Tensor
@@ -49,6 +55,7 @@ class _Work:
 
     buffer  where `rows` are the first ones
     n_left  by layer, pieces not gathered yet
+    copies  made of the buffer, perhaps still on their way
     """
 
     capacity: int
@@ -56,6 +63,7 @@ class _Work:
     rows: Buffer
     n_left: dict[int, int]
     done: dict[int, threading.Event]
+    copies: list[Event] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)
     wait_s: float = 0.0
     released: bool = False
@@ -85,11 +93,12 @@ class GatheredLate:
     lookback_i32: Tensor
 
     def take(self, layer: int) -> TableRows:
-        return TableRows(*map(scratch.upload, self.on_host(layer)))
+        rows_i64, codes_e4m3, scales_e8m0 = self.on_host(layer)
+        return TableRows(rows_i64, scratch.upload(codes_e4m3), scratch.upload(scales_e8m0))
 
     def on_host(self, layer: int) -> TableRows:
         table = self.tables[layer]
-        rows = _room(table, len(self.lookback_i32))
+        rows = _room(table, len(self.lookback_i32), _plain)
         table.hash_rows(self.lookback_i32, rows.rows_i64)
         if not is_shapes_only():
             table.copy_rows(*rows)
@@ -119,14 +128,15 @@ class Gathered:
 
         Raises EngramAheadError when they could not be gathered, or have been released.
         """
-        rows = TableRows(*map(scratch.upload, self._ahead._take(self._work, layer)))
+        rows_i64, codes_e4m3, scales_e8m0 = self._ahead._take(self._work, layer)
+        brought = self._ahead._bring(self._work, codes_e4m3, scales_e8m0)
         if self._index_i64 is None:
-            return rows
+            return TableRows(rows_i64, *brought)
         index_i64 = scratch.upload(self._index_i64)
-        picked = TableRows(*(scratch.like(tensor, len(index_i64)) for tensor in rows))
-        for tensor, out in zip(rows, picked, strict=True):
+        picked = [scratch.like(tensor, len(index_i64)) for tensor in brought]
+        for tensor, out in zip(brought, picked, strict=True):
             gather_rows(tensor, index_i64, out)
-        return picked
+        return TableRows(rows_i64[self._index_i64], *picked)
 
     def on_host(self, layer: int) -> TableRows:
         """The layer's table rows, waited for, in host memory; lent as by `take`, which raises the same."""
@@ -151,21 +161,29 @@ class Gathered:
 class EngramAhead:
     """Threads that hash and gather; the smallest hand-off first, so that a decode step waits for no chunk.
 
-    tables  by layer. Their rows are read without the interpreter's lock, from memory or from a mapped file
+    tables     by layer. Their rows are read without the interpreter's lock, from memory or from a mapped file
+    is_pinned  rows go to GPUs: they are gathered into memory that copies can be made from directly
     """
 
-    def __init__(self, tables: Mapping[int, EngramTable], n_threads: int = 4) -> None:
+    def __init__(self, tables: Mapping[int, EngramTable], n_threads: int = 4, is_pinned: bool = False) -> None:
         self._tables = dict(sorted(tables.items()))
+        self._pinned = Pinned() if is_pinned else None
         self._queue: PriorityQueue[tuple[float, int, Callable[[], None] | None]] = PriorityQueue()
         self._tickets = count()
         self._lock = threading.Lock()
-        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)  # by capacity
+        self._free = defaultdict[int, list[tuple[Buffer, list[Event]]]](list)  # by capacity; with copies made of them
         self._closed = False
         self.wait_s = 0.0  # that all takers together have waited
         self.n_lent = 0  # hand-offs whose rows have not been released, or are still being written
         self._threads = [threading.Thread(target=self._run, name=f"engram {n}", daemon=True) for n in range(n_threads)]
         for thread in self._threads:
             thread.start()
+
+    def prepare(self, n_rows: int, n_at_once: int) -> None:
+        """Have buffers for so many hand-offs of n_rows at once: pinning takes 0.7 ms a MiB."""
+        with self._lock:
+            capacity = _capacity(n_rows)
+            self._free[capacity] += [(self._new_buffer(capacity), []) for _ in range(n_at_once)]
 
     def start(self, lookback_i32: Tensor) -> Gathered:
         """Begin to gather for rows with lookback_i32 [R, N] (as in HandOff). Raises EngramAheadError once closed."""
@@ -175,7 +193,7 @@ class EngramAhead:
         with self._lock:
             if self._closed:
                 raise EngramAheadError("engram: closed; open the engine again")
-            capacity = max(LEAST_CAPACITY, 1 << (n_rows - 1).bit_length())
+            capacity = _capacity(n_rows)
             buffer = self._buffer(capacity)
             work = _Work(
                 capacity,
@@ -193,7 +211,10 @@ class EngramAhead:
         return Gathered(self, work)
 
     def close(self) -> None:
-        """Stop the threads. What is not gathered yet fails where it is taken. Harmless twice."""
+        """Stop the threads. What is not gathered yet fails where it is taken. Harmless twice.
+
+        Pinned memory is given back once copies out of it have been made; not where a device takes longer than SETTLE_S.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -201,14 +222,40 @@ class EngramAhead:
                     self._put(float("inf"), None)
         for thread in self._threads:
             thread.join()
+        if self._pinned:
+            self._give_back(self._pinned)
+
+    def _give_back(self, pinned: Pinned) -> None:
+        copies = [copy for free in self._free.values() for _, of_buffer in free for copy in of_buffer]
+        until_s = time.monotonic() + SETTLE_S
+        while not (are_made := all(copy.done() for copy in copies)) and time.monotonic() < until_s:
+            time.sleep(1e-3)
+        if are_made and not self.n_lent:
+            self._free.clear()
+            pinned.free()
 
     def _put(self, n_rows: float, piece: Callable[[], None] | None) -> None:
         self._queue.put((n_rows, next(self._tickets), piece))
 
     def _buffer(self, capacity: int) -> Buffer:
-        if self._free[capacity]:
-            return self._free[capacity].pop()
-        return {layer: _room(table, capacity) for layer, table in self._tables.items()}
+        free = self._free[capacity]
+        for at, (buffer, copies) in enumerate(free):
+            if all(copy.done() for copy in copies):
+                del free[at]
+                return buffer
+        return self._new_buffer(capacity)
+
+    def _new_buffer(self, capacity: int) -> Buffer:
+        room_u8 = self._pinned.room_u8 if self._pinned else _plain
+        return {layer: _room(table, capacity, room_u8) for layer, table in self._tables.items()}
+
+    def _bring(self, work: _Work, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of its buffer where this thread's operators read them."""
+        if not (self._pinned and scratch.is_on_device()):
+            return [scratch.upload(tensor) for tensor in tensors]
+        brought = [scratch.upload_pinned(tensor) for tensor in tensors]
+        work.copies.append(Event().record())
+        return brought
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # the threads here are the parallelism
@@ -258,14 +305,39 @@ class EngramAhead:
     def _reuse(self, work: _Work) -> None:
         """Take the buffer back once no thread writes into it."""
         if not any(work.n_left.values()):
-            self._free[work.capacity].append(work.buffer)
+            self._free[work.capacity].append((work.buffer, work.copies))
             self.n_lent -= 1
 
 
-def _room(table: EngramTable, capacity: int) -> TableRows:
+class Pinned:
+    """Host memory for copies to GPUs, given back all at once."""
+
+    def __init__(self) -> None:
+        self._buffers: list[HostBuffer] = []
+
+    def room_u8(self, *shape: int) -> Tensor:
+        buffer = HostBuffer(max(1, prod(shape)))
+        self._buffers.append(buffer)
+        return buffer.tensor()[: prod(shape)].view(shape)
+
+    def free(self) -> None:
+        while self._buffers:
+            self._buffers.pop().free()
+
+
+def _plain(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8)
+
+
+def _capacity(n_rows: int) -> int:
+    """Of a buffer for n_rows."""
+    return max(LEAST_CAPACITY, 1 << (n_rows - 1).bit_length())
+
+
+def _room(table: EngramTable, capacity: int, room_u8: Callable[..., Tensor]) -> TableRows:
     n_columns = len(table.primes_i64)
     return TableRows(
         torch.empty((capacity, n_columns), dtype=torch.int64),
-        torch.empty((capacity, n_columns, table.codes_e4m3.shape[1]), dtype=torch.uint8),
-        torch.empty((capacity, n_columns, table.scales_e8m0.shape[1]), dtype=torch.uint8),
+        room_u8(capacity, n_columns, table.codes_e4m3.shape[1]),
+        room_u8(capacity, n_columns, table.scales_e8m0.shape[1]),
     )

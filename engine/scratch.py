@@ -24,6 +24,7 @@ from rocline.arena.spans import ArenaFull, Span, TakenIn
 from rocline.engine.rehearsal import Key, Request, Run, Script, n_bytes_of
 from rocline.hip_kernels.device_memory import put as put_on_device
 from rocline.hip_kernels.device_memory import upload as upload_to_device
+from rocline.hip_kernels.device_memory import upload_pinned as upload_pinned_to_device
 from rocline.hip_kernels.dispatch import Place
 from rocline.hip_kernels.paper import PaperPlace
 from rocline.hip_kernels.staging import fetch as fetch_from_device
@@ -349,6 +350,11 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def upload(tensor: Tensor) -> Tensor:
     """A host tensor where this thread's operators read it: itself on the host, else lent, and on its way there."""
     return upload_to_device([tensor])[0] if is_on_device() else tensor
+
+
+def upload_pinned(tensor: Tensor) -> Tensor:
+    """upload of one in pinned memory, for a thread on a device. It must stay as it is until the copy has been made."""
+    return upload_pinned_to_device(tensor)
 
 
 def upload_together(*tensors: Tensor) -> Sequence[Tensor]:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocline.hip_kernels.driver import copy_async, refuse_in_capture
+
 COUNTERS = 8  # rows that kernels count the workgroups of: as many as a step of few rows has
 
 
@@ -66,6 +68,16 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
         outs.append(here_u8[place].view(tensor.dtype).view(tensor.shape))
     here.staging.put(together_u8, here_u8)
     return outs
+
+
+def upload_pinned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in pinned memory on the device of this thread's work, in lent memory. Nobody waits, and the
+    tensor must stay as it is until the copy has been made. Raises HipError while a graph is captured."""
+    refuse_in_capture(f"upload of {tensor.nbytes} bytes")
+    out = here.lend(tuple(tensor.shape), tensor.dtype)
+    if tensor.nbytes:
+        copy_async(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    return out
 
 
 def put(source: Tensor, target: Tensor) -> None:

@@ -121,7 +121,7 @@ class Engine:
         self.headroom = Headroom(sources(layout.device_indices))
         self._workers = self._make_workers(self._assembly)
         self._tables = {n: table for weights in self._assembly.weights for n, table in weights.engram_tables.items()}
-        self._ahead = EngramAhead(self._tables) if self._tables else None
+        self._ahead = self._engram_ahead() if self._tables else None
         visits = [stage.visits for stage in self.placement.stages]
         self._path = [(stage, visits[stage].index(visit)) for stage, visit in self.placement.path]
         for worker in self._workers:
@@ -140,6 +140,13 @@ class Engine:
             raise
         self._ended.clear()
         self._n_steps = self._prompt_rows = self._output_tokens = 0
+
+    def _engram_ahead(self) -> EngramAhead:
+        on_gpus = self.options.device == "hip"
+        ahead = EngramAhead(self._tables, is_pinned=on_gpus)
+        if on_gpus:
+            ahead.prepare(self.options.chunk_rows, self.options.inflight_chunks)
+        return ahead
 
     def _make_workers(self, assembly: Assembly) -> list[Worker]:
         predictor = StepPredictor()

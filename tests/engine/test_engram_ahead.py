@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +10,15 @@ import pytest
 import torch
 from stage_paths import PAGE, Path, random_path
 
+from rocline.engine import engram_ahead, scratch
 from rocline.engine.engram import EngramTable
-from rocline.engine.engram_ahead import PIECE_ROWS, EngramAhead, EngramAheadError
+from rocline.engine.engram_ahead import PIECE_ROWS, EngramAhead, EngramAheadError, TableRows
 from rocline.engine.handoff import HandOff, Reach, RowKind, RowSpan
+from rocline.engine.home import HipHome
 from rocline.engine.model import Model
 from rocline.engine.ngrams import ngram_tables
+from rocline.engine.release import release_config
+from rocline.hip_kernels.driver import Event, HostBuffer
 from rocline.hip_kernels.engram import engram_decode, engram_gather
 from rocline.tools.demo_checkpoint import write_demo_checkpoint
 
@@ -138,6 +143,78 @@ def slow(tables):
     yield ahead, go, seen
     go.set()
     ahead.close()
+
+
+@pytest.fixture
+def pinned(hip_device, monkeypatch) -> list[int]:
+    """Bytes of each buffer that is pinned."""
+    sizes = []
+
+    class Counted(HostBuffer):
+        def __init__(self, n_bytes):
+            super().__init__(n_bytes)
+            sizes.append(n_bytes)
+
+        def free(self):
+            super().free()
+            sizes.remove(self.n_bytes)
+
+    monkeypatch.setattr(engram_ahead, "HostBuffer", Counted)
+    return sizes
+
+
+@contextmanager
+def on_a_card():
+    """Meanwhile this thread's tensors are a device's, as a stage's are."""
+    home = HipHome(release_config().text_config)
+    memory = home.memory(1 << 20, "a stage")
+    with torch.inference_mode(), scratch.use(memory), memory.scope():
+        yield home.place.device
+
+
+def test_pinned_rows_go_to_a_card_as_they_lie(tables, rng, pinned):
+    lookback, taken = lookbacks(rng, 20), []
+    ahead = EngramAhead(tables, is_pinned=True)
+    ahead.prepare(20, 2)
+    assert len(pinned) == 2 * 4  # codes and scales of two layers
+    gathered = ahead.start(lookback)
+    with on_a_card() as device:
+        for rows, index in ((gathered, range(20)), (gathered.pick(torch.tensor([3, 3, 19])), [3, 3, 19])):
+            for layer in tables:
+                rows_i64, *brought = rows.take(layer)
+                assert {tensor.device for tensor in brought} == {device.torch_device}
+                taken.append((layer, lookback[list(index)], TableRows(rows_i64, *map(scratch.fetch, brought))))
+    for layer, of_lookback, rows in taken:
+        check_taken(tables[layer], of_lookback, rows)
+    gathered.release()
+    assert len(pinned) == 2 * 4
+    ahead.close()
+    assert pinned == []
+
+
+def test_rows_on_their_way_to_a_card_are_not_overwritten(tables, rng, pinned, monkeypatch):
+    ahead = EngramAhead(tables, is_pinned=True)
+    with on_a_card():
+        first = buffer_of(ahead, lookbacks(rng, 20))
+        assert buffer_of(ahead, lookbacks(rng, 20)) == first
+        with monkeypatch.context() as patch:
+            patch.setattr(Event, "done", lambda event: False)
+            patch.setattr(engram_ahead, "SETTLE_S", 0.01)
+            assert buffer_of(ahead, lookbacks(rng, 20)) != first
+            ahead.close()
+            assert len(pinned) == 2 * 4  # a card that hangs may read them yet
+        ahead.close()
+    assert pinned == []
+
+
+def buffer_of(ahead, lookback):
+    """Where a hand-off's rows lay that have been taken and released."""
+    gathered = ahead.start(lookback)
+    gathered.take(1)
+    gathered.take(14)
+    place = gathered.on_host(1).codes_e4m3.data_ptr()
+    gathered.release()
+    return place
 
 
 def of(token, n_rows):

@@ -93,12 +93,12 @@ def test_stages_change_no_bit(model, rng):
         assert run(cut, ids, n_decoded=1, chunk_rows=21) == want
 
 
-@pytest.mark.parametrize("n_devices", [1, 3])
-def test_folded_visits_change_no_bit(model, rng, n_devices):
+@pytest.mark.parametrize(("n_devices", "is_pinned"), [(1, False), (1, True), (3, True)])
+def test_folded_visits_change_no_bit(model, rng, n_devices, is_pinned):
     ids = prompt(rng, 60)
     want = [run(model, ids, n_decoded=0), run(model, [*ids, 20], n_decoded=0)]
     tables = {layer: w.engram.table for layer, w in model.weights.layers.items() if w.engram}
-    with model.at_the_ends(), closing(EngramAhead(tables)) as ahead:
+    with model.at_the_ends(), closing(EngramAhead(tables, is_pinned=is_pinned)) as ahead:
         path = Path(model, random_path(rng, model.config, n_devices, n_visits=4))
         path.ahead = ahead
         path.open(0)
