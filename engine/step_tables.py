@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rocline.engine.handoff import RowSpan, n_rows_of
+from rocline.engine.handoff import RowSpan
 from rocline.engine.rope_rows import RopeRows, RopeTables
 from rocline.engine.row_tables import RATIOS, GroupPlaces, RingPlaces, RowTables
 from rocline.engine.sequence import SequenceState, ring_slots
@@ -20,6 +20,9 @@ from rocline.hip_kernels.index_score import RowTiles
 ALIGNMENT = 16  # bytes of a table's place
 ROPE_BLOCK = 64  # positions whose rotations are made at once; a sequence comes to them one after the other
 ROPE_BLOCKS = 256
+# Tables of a number a row, and of a rotation a row, that are written together.
+NUMBERS = "position", "ring", "first", "count", "slot", "pair_position", "held", *(f"visible{r}" for r in RATIOS)
+TURNS = "cos_plain", "sin_plain", "cos_turned", "sin_turned", "cos_pair", "sin_pair"
 
 _Table = tuple[tuple[int, ...], type[np.generic]]
 
@@ -33,16 +36,17 @@ class StepRope:
         self._tables = tables
         self._block = lru_cache(ROPE_BLOCKS)(self._made)
 
-    def fill(self, positions: Sequence[int], ratio: int, cos_f32: NDArray, sin_f32: NDArray) -> None:
-        """Fill cos_f32 and sin_f32 [n, rope_dim/2]."""
-        for row, position in enumerate(positions):
-            block, at = divmod(position, ROPE_BLOCK)
-            cos_f32[row], sin_f32[row] = self._block(block, ratio)[:, at]
+    def at(self, positions: Sequence[int]) -> NDArray:
+        """[n, TURNS, rope_dim/2] FP32."""
+        return np.array([self._block(position // ROPE_BLOCK)[position % ROPE_BLOCK] for position in positions])
 
-    def _made(self, block: int, ratio: int) -> NDArray:
-        """[2, ROPE_BLOCK, rope_dim/2] cosines and sines."""
+    def _made(self, block: int) -> NDArray:
+        """[ROPE_BLOCK, TURNS, rope_dim/2]."""
         positions_i32 = torch.arange(block * ROPE_BLOCK, (block + 1) * ROPE_BLOCK, dtype=torch.int32)
-        return torch.stack(self._tables.on_host(positions_i32, ratio)).numpy()
+        plain, turned = (self._tables.on_host(positions_i32, ratio) for ratio in (0, 1))
+        first_of_pair = torch.arange(ROPE_BLOCK) // 2 * 2
+        pair = (of[first_of_pair] for of in turned)
+        return torch.stack((*plain, *turned, *pair), 1).numpy()
 
 
 @dataclass(frozen=True)
@@ -84,30 +88,37 @@ class StepTables:
         self._host = {
             name: bytes_u8[self._places[name]].view(dtype).reshape(shape) for name, (shape, dtype) in tables.items()
         }
+        self._numbers, self._turns = self._together(bytes_u8, NUMBERS), self._together(bytes_u8, TURNS)
         self._row_tiles = RowTiles.of([1] * sizes.n_rows)
         self._host["tiles"][:] = self._row_tiles.tiles_i32.numpy()
         self._rows = np.arange(sizes.n_rows)
         self._host["sequence"][:] = self._host["pair"][:, 1] = self._rows
+        self._n = 0  # rows that were written last, and their page tables
+        self._page_tables: list[list[int]] = [[] for _ in self._rows]
         self._host["pre"][:, 0] = 1.0  # the first sublayer collapses stream 0 alone
 
     def _tables(self) -> dict[str, _Table]:
         n, width = self.sizes.n_rows, self._rope.width
-        names = ["sequence", "position", "ring", "first", "count", "slot", "pair_position", "held"]
-        integers = [*names, *(f"visible{ratio}" for ratio in RATIOS)]
-        turns = {
-            f"{part}_{of}": ((n, width), np.float32) for of in ("plain", "turned", "pair") for part in ("cos", "sin")
-        }
         return {
             "pages": ((n, self.sizes.table_width), np.int32),
             "from": ((n,), np.int64),
             "pre": ((n, self.sizes.n_streams), np.float32),
             "pair": ((n, 2), np.int32),
             "tiles": ((n, 4), np.int32),
-            **dict.fromkeys(integers, ((n,), np.int32)),
-            **dict.fromkeys(turns, ((n, width), np.float32)),
+            "sequence": ((n,), np.int32),
+            **dict.fromkeys(NUMBERS, ((n,), np.int32)),
+            **dict.fromkeys(TURNS, ((n, width), np.float32)),
             "id": ((n,), np.int32),  # what follows is of the rows themselves, whichever stage fills the rest
             "lookback": ((n, self.sizes.n_back), np.int32),
         }
+
+    def _together(self, bytes_u8: NDArray, names: Sequence[str]) -> NDArray:
+        """Tables of one shape that follow each other, as one."""
+        first = self._host[names[0]]
+        starts = [self.start(name) for name in names]
+        step = starts[1] - starts[0]
+        assert starts == [starts[0] + at * step for at in range(len(names))]
+        return np.ndarray((len(names), *first.shape), first.dtype, bytes_u8, starts[0], (step, *first.strides))
 
     def start(self, name: str) -> int:
         """Where a table begins."""
@@ -121,53 +132,48 @@ class StepTables:
         states        of the spans' sequences, each of another one
         lookback_i32  [n, N] as in HandOff; None: it and the ids are not known here, and left as they are
         """
-        host, sizes, n = self._host, self.sizes, n_rows_of(spans)
-        position = np.array([span.start for span in spans], dtype=np.int64)
-        ring = np.array([state.ring_number for state in states], dtype=np.int64)
-        pages_i32 = host["pages"]
-        for at, state in enumerate(states):
-            table = state.page_table[:]  # a copy: its owner may be appending to it
-            pages_i32[at, : len(table)] = table
-            pages_i32[at, len(table) :] = 0
-        if n > len(spans):  # what is of spans so far becomes rows'
-            span_of = np.repeat(np.arange(len(spans)), [span.n_rows for span in spans])
-            position = np.concatenate([self._rows[: span.n_rows] + span.start for span in spans])
-            ring, pages_i32[:n] = ring[span_of], pages_i32[span_of]
-        pages_i32[n:] = pages_i32[n - 1]
-        from_i64 = np.minimum(self._rows, n - 1)
-        position, ring = position[from_i64], ring[from_i64]
-        slots, first = ring_slots(sizes.window), np.maximum(position - sizes.window + 1, 0)
-        host["from"][:], host["position"][:] = from_i64, position
-        host["ring"][:], host["first"][:], host["count"][:] = ring, first % slots, position - first + 1
-        host["slot"][:] = ring * slots + position % slots
-        for ratio in RATIOS:
-            host[f"visible{ratio}"][:] = (position + 1) // ratio
+        host, n, numbers, positions = self._host, 0, list[tuple[int, ...]](), list[int]()
+        for span, state in zip(spans, states, strict=True):
+            page_table = state.page_table[:]  # a copy: its owner may be appending to it
+            for position in range(span.start, span.end):
+                self._put_pages(n, page_table)
+                numbers.append(self._numbers_of(n, position, state.ring_number, position > span.start))
+                positions.append(position)
+                n += 1
+        for row in range(n, len(self._rows)):
+            self._put_pages(row, page_table)
+        if n != self._n:
+            self._n = n
+            host["from"][:] = np.minimum(self._rows, n - 1)
+        numbers_i32, turns_f32 = np.array(numbers, np.int32), self._rope.at(positions)
+        self._numbers[:, :n], self._numbers[:, n:] = numbers_i32[:, 1:].T, numbers_i32[-1, 1:, None]
+        self._turns[:, :n], self._turns[:, n:] = turns_f32.swapaxes(0, 1), turns_f32[-1, :, None]
+        closes = position % 2
+        host["pair"][:n, 0], host["pair"][n:, 0] = numbers_i32[:, 0], numbers_i32[-1, 0] if closes else self._rows[n:]
         if lookback_i32 is not None:
-            host["lookback"][:] = lookback_i32[from_i64]
+            host["lookback"][:n], host["lookback"][n:] = lookback_i32, lookback_i32[-1]
             host["id"][:] = host["lookback"][:, 0]
-        self._fill_pairs(position, ring)
-        if n > len(spans):
-            self._pair_in_step(spans)
-        positions = position.tolist()
-        self._rope.fill(positions, 0, host["cos_plain"], host["sin_plain"])
-        self._rope.fill(positions, 1, host["cos_turned"], host["sin_turned"])
-        self._rope.fill((position // 2 * 2).tolist(), 2, host["cos_pair"], host["sin_pair"])
 
-    def _fill_pairs(self, position: NDArray, ring: NDArray) -> None:
-        host, slots, rows = self._host, ring_slots(1), self._rows
-        closes = position % 2 == 1
-        host["pair_position"][:] = np.where(closes, position // 2, -1)
-        host["pair"][:, 0] = np.where(closes, -1 - ring * slots - (position - 1) % slots, rows)
-        host["held"][:] = ring * slots + position % slots
+    def _numbers_of(self, row: int, position: int, ring: int, has_before: bool) -> tuple[int, ...]:
+        """The first token of its pair, and NUMBERS. has_before: the row before it is of the position before."""
+        window, slots, pair_slots = self.sizes.window, ring_slots(self.sizes.window), ring_slots(1)
+        first, closes = max(position - window + 1, 0), position % 2
+        pair_first = row  # of a row that closes none
+        if closes:
+            pair_first = row - 1 if has_before else -1 - ring * pair_slots - (position - 1) % pair_slots
+        return (
+            pair_first,
+            *(position, ring, first % slots, position - first + 1, ring * slots + position % slots),
+            position // 2 if closes else -1,
+            ring * pair_slots + position % pair_slots,
+            *((position + 1) // ratio for ratio in RATIOS),
+        )
 
-    def _pair_in_step(self, spans: Sequence[RowSpan]) -> None:
-        """Pairs of rows of one span, which are read from the step and not from the ring."""
-        first_i32, row = self._host["pair"][:, 0], 0
-        for span in spans:
-            for second in range(row + 1 + span.start % 2, row + span.n_rows, 2):
-                first_i32[second] = second - 1
-            row += span.n_rows
-        first_i32[row:] = first_i32[row - 1]  # copies have the last row's
+    def _put_pages(self, row: int, page_table: list[int]) -> None:
+        if page_table != self._page_tables[row]:
+            self._page_tables[row] = page_table
+            pages_i32 = self._host["pages"][row]
+            pages_i32[: len(page_table)], pages_i32[len(page_table) :] = page_table, 0
 
     def on_device(self, tables_u8: Tensor, spans: tuple[RowSpan, ...], most_positions: int) -> StepPlaces:
         """What layers read, in tables_u8, which holds what host_u8 holds.
