@@ -62,10 +62,11 @@ def answer(config: TextConfig, weights: ModelWeights, rows: Rows, asks: Mapping[
     """
     answers: dict[int, Answer] = {}
     last = {span.sequence: span.end - 1 for span in rows.spans}
-    for logits in _pieces(config, weights, rows):
+    for piece in _pieces(config, weights, rows):
+        logits = piece.logits
         at_end = [row for row, (sequence, position) in enumerate(logits.rows) if position == last[sequence]]
-        choice = _choose(logits, [row for row in at_end if asks[logits.rows[row][0]].sampler], asks)
-        finite = scratch.fetch(logits.finite_u8).tolist()
+        choice = _choose(piece, [row for row in at_end if asks[logits.rows[row][0]].sampler], asks)
+        finite, ids = piece.told()
         for row, (sequence, position) in enumerate(logits.rows):
             ask, out = asks[sequence], answers.setdefault(sequence, Answer())
             if not finite[row]:
@@ -74,20 +75,39 @@ def answer(config: TextConfig, weights: ModelWeights, rows: Rows, asks: Mapping[
                 row_f32 = scratch.fetch(logits.logits_f32[row])
                 _add_prompt_token(out, row_f32, ask.prompt_ids[position + 1], ask.n_logprobs or 0)
         if choice:
-            _tell(logits, choice, asks, answers)
+            _tell(logits, choice, ids, asks, answers)
     return answers
 
 
-def _pieces(config: TextConfig, weights: ModelWeights, rows: Rows) -> Iterator[Logits]:
-    """Logits of the wanted rows, a tile at a time: each piece overwrites the one before."""
+@dataclass(frozen=True)
+class _Piece:
+    """Logits of wanted rows, and what the host waits for, all of it in one piece of memory: ids of chosen tokens, at
+    most one a row, then the logits' finite_u8."""
+
+    logits: Logits
+    told_u8: Tensor
+
+    @property
+    def ids_i32(self) -> Tensor:
+        return self.told_u8[: 4 * len(self.logits.rows)].view(torch.int32)
+
+    def told(self) -> tuple[list[bool], list[int]]:
+        """Which rows are finite, and the ids. Waits for the device."""
+        n_rows, told_u8 = len(self.logits.rows), scratch.fetch(self.told_u8)
+        return told_u8[4 * n_rows :].bool().tolist(), told_u8[: 4 * n_rows].view(torch.int32).tolist()
+
+
+def _pieces(config: TextConfig, weights: ModelWeights, rows: Rows) -> Iterator[_Piece]:
+    """Of the wanted rows, a tile at a time: each piece overwrites the one before."""
     h_bf16, places = final_rows(config, weights.norm_bf16, rows)
     n_rows = min(ROWS_AT_A_TIME, len(places))
-    logits_f32, finite_u8 = scratch.f32(n_rows, config.vocab_size), scratch.u8(n_rows)
+    logits_f32, told_u8 = scratch.f32(n_rows, config.vocab_size), scratch.u8(5 * n_rows)
     for start in range(0, len(places), ROWS_AT_A_TIME):
         of_piece = places[start : start + ROWS_AT_A_TIME]
-        out = Logits(logits_f32[: len(of_piece)], finite_u8[: len(of_piece)], of_piece)
-        head(h_bf16[start : start + len(of_piece)], weights.head_bf16, out.logits_f32, out.finite_u8)
-        yield out
+        n = len(of_piece)
+        out = Logits(logits_f32[:n], told_u8[4 * n : 5 * n], of_piece)
+        head(h_bf16[start : start + n], weights.head_bf16, out.logits_f32, out.finite_u8)
+        yield _Piece(out, told_u8[: 5 * n])
 
 
 def _add_prompt_token(out: Answer, row_f32: Tensor, token: int, k: int) -> None:
@@ -98,28 +118,31 @@ def _add_prompt_token(out: Answer, row_f32: Tensor, token: int, k: int) -> None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Tokens ids_i32 [n], chosen from logits_f32 [n, V] of these rows."""
+    """After these rows, from logits_f32 [n, V]."""
 
     rows: list[int]
     logits_f32: Tensor
-    ids_i32: Tensor
 
 
-def _choose(logits: Logits, rows: list[int], asks: Mapping[int, Ask]) -> _Choice | None:
-    """A token after each of these rows, which need not be finite; nothing is waited for."""
+def _choose(piece: _Piece, rows: list[int], asks: Mapping[int, Ask]) -> _Choice | None:
+    """The piece's first ids: a token after each of these rows, which need not be finite. Nothing is waited for."""
     if not rows:
         return None
+    logits = piece.logits
     logits_f32 = logits.logits_f32
     if len(rows) < len(logits_f32):
         logits_f32 = gathered(logits_f32, scratch.upload(torch.tensor(rows)))
-    choice = _Choice(rows, logits_f32, scratch.i32(len(rows)))
+    choice = _Choice(rows, logits_f32)
     samplers = [sampler for row in rows if (sampler := asks[logits.rows[row][0]].sampler)]
-    sample(choice.logits_f32, pack_rows((sampler, ()) for sampler in samplers), choice.ids_i32)
+    sample(choice.logits_f32, pack_rows((sampler, ()) for sampler in samplers), piece.ids_i32[: len(rows)])
     return choice
 
 
-def _tell(logits: Logits, choice: _Choice, asks: Mapping[int, Ask], answers: Mapping[int, Answer]) -> None:
-    for at, (row, token) in enumerate(zip(choice.rows, scratch.fetch(choice.ids_i32).tolist(), strict=True)):
+def _tell(
+    logits: Logits, choice: _Choice, ids: Sequence[int], asks: Mapping[int, Ask], answers: Mapping[int, Answer]
+) -> None:
+    """ids: the choice's first."""
+    for at, (row, token) in enumerate(zip(choice.rows, ids, strict=False)):
         sequence, position = logits.rows[row]
         ask, out = asks[sequence], answers[sequence]
         if out.why:
