@@ -78,7 +78,8 @@ class SyntheticWeights:
     """A WeightSource of noise, the same for the same seed, sizes and kind of device.
 
     n_stores   of routed experts; None: every layer has its own
-    device     where tensors are made; Engram's tables stay on the host
+    device     where tensors are made: without an index, the one that is current when they are asked for. Engram's
+               tables stay on the host
     is_skewed  some experts are chosen far more often than others
     """
 

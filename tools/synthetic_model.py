@@ -23,9 +23,9 @@ from rocline.tools.demo_tokenizer import tokenizer_json
 def synthetic_weights(
     config: ModelConfig, seed: int, n_stores: int, options: Options, is_skewed: bool = False
 ) -> SyntheticWeights:
-    """Made where the first stage lives. Raises HipError without a GPU that options want."""
-    home = devices()[0].torch_device if options.device == "hip" else torch.device("cpu")
-    return SyntheticWeights(config, seed, n_stores, home, is_skewed)
+    """Made on the GPU of the stage that asks for them. Raises HipError without a GPU that options want."""
+    kind = devices()[0].torch_device.type if options.device == "hip" else "cpu"
+    return SyntheticWeights(config, seed, n_stores, torch.device(kind), is_skewed)
 
 
 @contextmanager
