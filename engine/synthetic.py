@@ -130,6 +130,9 @@ class SyntheticWeights:
         if spec.dtype == "I8":
             assert spec.layer is not None
             return self._windows(f"store {self.expert_store(spec.layer)} {kind}", spec)
+        if kind.startswith("ffn.shared_experts."):  # of the store too: which layer of it is placed first may differ
+            assert spec.layer is not None
+            name = f"layers.{self.expert_store(spec.layer)}.{kind}"
         noise = _Noise(self.seed, name, torch.device("cpu") if ".embed." in name else self.device)
         if spec.dtype == "F8_E4M3":
             shape = (TABLE_ROWS, spec.shape[1]) if ".embed." in name else spec.shape

@@ -31,6 +31,10 @@ def test_the_same_seed_gives_the_same_weights(config):
 
 def test_layers_of_a_store_have_its_experts_and_nothing_else_in_common(config):
     weights = SyntheticWeights(config, 1, 2, CPU)
+    shared = [weights.layer(layer).experts.shared for layer in range(3)]
+    for a, b, c in zip(*shared, strict=True):  # whichever of them a card places first
+        assert torch.equal(a.codes_e4m3, b.codes_e4m3) is False
+        assert torch.equal(a.codes_e4m3, c.codes_e4m3)
     for a, b, c in zip(stacks(weights, 0), stacks(weights, 2), stacks(weights, 1), strict=True):
         assert torch.equal(a, b)
         assert not torch.equal(a, c) or a.unique().numel() == 1  # scales are one number
