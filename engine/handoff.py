@@ -93,6 +93,9 @@ class RowSpan:
         return replace(self, start=start, n_rows=self.end - start)
 
 
+OF_EACH_ROW = -1  # in place of a sequence: of each row of a step one, the places are in its tables
+
+
 @dataclass(frozen=True)
 class FreshRows:
     """Rows that a key/value source has just made, for every stage that mirrors them.
@@ -120,17 +123,26 @@ class Place(NamedTuple):
 class Layout:
     """How n_rows rows lie in n_bytes of memory. The first n_table_bytes are the tables that a captured step reads of
     them; some of the tensors lie there. Two that are equal are one object: made by Layout.of.
+
+    fresh  by source, of the group that each row closes, if it does: the compressed row, and its index key
     """
 
     n_rows: int
     n_bytes: int
     n_table_bytes: int
     places: tuple[Place, ...]
+    fresh: tuple[tuple[int, Place, Place], ...] = ()
 
     @staticmethod
     @cache
-    def of(n_rows: int, n_bytes: int, n_table_bytes: int, places: tuple[Place, ...]) -> Layout:
-        return Layout(n_rows, n_bytes, n_table_bytes, places)
+    def of(
+        n_rows: int,
+        n_bytes: int,
+        n_table_bytes: int,
+        places: tuple[Place, ...],
+        fresh: tuple[tuple[int, Place, Place], ...] = (),
+    ) -> Layout:
+        return Layout(n_rows, n_bytes, n_table_bytes, places, fresh)
 
     def behind_tables(self) -> tuple[Place, ...]:
         """Places of what is not in the tables."""
@@ -147,6 +159,10 @@ class Packed:
     def tensors(self, n_rows: int | None = None) -> dict[str, Any]:
         """By field of a HandOff, the first n_rows rows of each, or all."""
         return {place.field: self.at(place)[:n_rows] for place in self.layout.places}
+
+    def fresh(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By source, rows_u8 and keys_u8 [n_rows, bytes] of all rows, also of those that close nothing."""
+        return {source: (self.at(rows), self.at(keys)) for source, rows, keys in self.layout.fresh}
 
     def at(self, place: Place) -> Tensor:
         typed, strides, step = self.data_u8.view(place.dtype), list[int](), 1
@@ -262,7 +278,7 @@ class HandOff:
 class StepRows:
     """Rows of a decode or verify step between two captured visits: a hand-off that lies as both of them have it.
 
-    packed  of as many rows as the captured steps have, at least; the first are those of `spans`
+    packed  of as many rows as the captured steps have, at least; the first are those of `spans`. Fresh rows are in it
     rings   by span, number of its sequence's rings in the tables; a stage that gave it others makes tables of its own
 
     The other fields are as in HandOff.
@@ -271,7 +287,6 @@ class StepRows:
     spans: tuple[RowSpan, ...]
     packed: Packed
     rings: tuple[int, ...]
-    fresh: tuple[FreshRows, ...] = ()
     lease: Lease | None = None
     engram: EngramRows | None = None
 
@@ -280,12 +295,17 @@ class StepRows:
         return n_rows_of(self.spans)
 
     @property
+    def fresh(self) -> tuple[FreshRows, ...]:
+        """None apart."""
+        return ()
+
+    @property
     def is_spent(self) -> bool:
         return False
 
     def tensors(self) -> list[Tensor]:
         """Everything that must travel with the rows."""
-        return [self.packed.data_u8, *(t for fresh in self.fresh for t in (fresh.rows_u8, fresh.keys_u8))]
+        return [self.packed.data_u8]
 
     def copied(self) -> StepRows:
         """As HandOff.copied."""
@@ -294,11 +314,14 @@ class StepRows:
     def moved(self, change: Callable[[Tensor], Tensor]) -> StepRows:
         """As HandOff.moved."""
         packed = replace(self.packed, data_u8=change(self.packed.data_u8))
-        return replace(self, packed=packed, fresh=_moved(self.fresh, change), lease=None)
+        return replace(self, packed=packed, lease=None)
 
     def unpacked(self) -> HandOff:
-        """The same rows as a hand-off of views; the lease stays with this."""
-        return HandOff(self.spans, **self.packed.tensors(self.n_rows), fresh=self.fresh, engram=self.engram)
+        """The same rows as a hand-off of views; the lease stays with this. Raises RuntimeError where a later visit has
+        fresh rows of it to store, which only a captured one can."""
+        if self.packed.layout.fresh:
+            raise RuntimeError(f"a step's rows with fresh ones of sources {[of[0] for of in self.packed.layout.fresh]}")
+        return HandOff(self.spans, **self.packed.tensors(self.n_rows), engram=self.engram)
 
     def release(self) -> None:
         """As HandOff.release."""

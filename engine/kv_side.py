@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocline.engine import scratch
 from rocline.engine.config import LayerRole, TextConfig
-from rocline.engine.handoff import FreshRows, HandOff, RowSpan
+from rocline.engine.handoff import OF_EACH_ROW, FreshRows, HandOff, RowSpan
 from rocline.engine.layers import compressor
 from rocline.engine.layers.compressor import CompressorWeights
 from rocline.engine.pages import PagePlanes
@@ -69,7 +69,7 @@ class KvSides:
     ) -> list[FreshRows]:
         """Make and store what all spans close, the same bytes, from what compressor.projection made of the rows.
 
-        Returned for later visits, where there are any.
+        Returned for later visits, where there are any; of rows that have a group each, those of all in one.
         """
         source = role.layer
         groups, pools = tables.groups[role.ratio], self.planes.pools(source)
@@ -94,11 +94,13 @@ class KvSides:
             record(source, "lat", made.latent_bf16[own])
             record(source, "index_k", made.keys_u8[own])
             record(source, "comp_kv", made.rows_u8[own])
-            if forwards:
+            if forwards and not tables.one_a_row:
                 parts = made.rows_u8, made.keys_u8
                 if n < len(made.rows_u8):  # a hand-off's tensors have spans of their own
                     parts = _copied(made.rows_u8[own]), _copied(made.keys_u8[own])
                 fresh.append(FreshRows(source, span.sequence, span.start // role.ratio, *parts))
+        if forwards and tables.one_a_row:
+            fresh.append(FreshRows(source, OF_EACH_ROW, 0, made.rows_u8, made.keys_u8))
         return fresh
 
     def _hold(self, source: int, span: RowSpan, tokens_f32: Tensor) -> None:

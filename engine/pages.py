@@ -15,7 +15,7 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, index_prepare
+from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, Slots, index_prepare
 from rocline.hip_kernels.rows import put_rows
 
 PAGE_POSITIONS = 2048  # no candidate block and no token pair straddles a page
@@ -65,6 +65,18 @@ class Pools(NamedTuple):
     rows_u8: Tensor
     keys_u8: Tensor
     prepared_u8: Tensor | None
+
+
+class Where(NamedTuple):
+    """Of rows that go into pages.
+
+    positions_i32    [N] a row's place in its sequence, no two of one sequence alike; negative: nowhere
+    sequences_i32    [N] row of page_tables_i32 [Q, W]
+    """
+
+    positions_i32: Tensor
+    sequences_i32: Tensor
+    page_tables_i32: Tensor
 
 
 class PagePlanes:
@@ -118,11 +130,15 @@ class PagePlanes:
         index_i32 = torch.arange(first, first + n_new, dtype=torch.int32)
         sequence_i32 = torch.zeros(n_new, dtype=torch.int32)
         index_i32, sequence_i32, table_i32 = scratch.upload_together(index_i32, sequence_i32, table_i32)
+        self.write_at(source, Where(index_i32, sequence_i32, table_i32[None]), rows_u8, keys_u8)
+
+    def write_at(self, source: int, where: Where, rows_u8: Tensor, keys_u8: Tensor) -> None:
+        """Store rows of several sequences, all in this thread's memory: rows_u8 and keys_u8 [N, bytes]."""
         for new_u8, plane_u8 in ((rows_u8, self.rows_u8[source]), (keys_u8, self.keys_u8[source])):
-            put_rows(new_u8, index_i32, sequence_i32, table_i32[None], plane_u8)
+            put_rows(new_u8, *where, plane_u8)
         if (tiles_u8 := self.prepared_u8.get(source)) is not None:
-            rows_per_page = self.rows_u8[source].shape[1]
-            index_prepare(keys_u8[:, None], tiles_u8.flatten(0, 1)[:, None], table_i32, first, rows_per_page)
+            slots = Slots(*where, self.rows_u8[source].shape[1])
+            index_prepare(keys_u8[:, None], tiles_u8.flatten(0, 1)[:, None], slots)
 
 
 def scored_sources(config: TextConfig, layers: Iterable[int]) -> set[int]:

@@ -27,11 +27,13 @@ class StageLayers:
 class Route:
     """What a visit does with fresh rows, by source.
 
+    enters    those that the visit before sends on
     stores    those it writes into its device's planes: all it makes, and of the others those that no earlier visit on
               the device has written. The planes of a device hold the union over its visits.
     forwards  those that it sends on, made or received, because a later visit has yet to store them
     """
 
+    enters: frozenset[int]
     stores: frozenset[int]
     forwards: frozenset[int]
 
@@ -60,7 +62,8 @@ def routes(config: ModelConfig, path: Sequence[tuple[Hashable, StageLayers]]) ->
         stored |= {(device, source) for source in new}
         last_store |= dict.fromkeys(new, at)
         stores.append(frozenset(new))
-    return [
-        Route(own, frozenset(source for source, last in last_store.items() if made_at[source] <= at < last))
-        for at, own in enumerate(stores)
+    forwards = [
+        frozenset(source for source, last in last_store.items() if made_at[source] <= at < last)
+        for at in range(len(path))
     ]
+    return [Route(*of) for of in zip((frozenset(), *forwards), stores, forwards, strict=False)]

@@ -58,6 +58,7 @@ class RowTables:
     row_tiles          the spans' rows as index_score shares them out
     rings              None where window rows are not in the rings yet when attention reads them
     groups             by ratio; where rings of sequences lie together
+    one_a_row          whether each row has a group of its own in them, one that closes none a negative position
     """
 
     spans: tuple[RowSpan, ...]
@@ -70,6 +71,7 @@ class RowTables:
     row_tiles: RowTiles
     rings: RingPlaces | None
     groups: Mapping[int, GroupPlaces]
+    one_a_row: bool = False
 
     def turn(self, ratio: int) -> RopeRows:
         return self.compressed if ratio else self.plain

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from rocline.engine.handoff import FirstStep, HandOff, Rows, StepRows, gathered
 from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.layers.attention import AttentionWeights
-from rocline.engine.pages import PagePlanes
+from rocline.engine.pages import PagePlanes, Where
 from rocline.engine.record import Recorder, ignore
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.routes import Route, StageLayers
@@ -40,8 +39,6 @@ from rocline.hip_kernels.attention_hip import Selected, Windows
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.kernel import layer_kind
 from rocline.hip_kernels.layer_ops import attend
-
-AnyRows = TypeVar("AnyRows", bound=Rows)
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Stage:
         self._sides = KvSides(self.config, planes, rope, self.sequences, self._pairs)
         self._choices = Choices(self.config, planes, self.sequences)
         self._own_pairs = [visit.kv_sides & self._pairs.keys() for visit in self.visits]
-        self.steps = Steps(self.config, self.visits, rope, self.sequences)
+        self.steps = Steps(self.config, self.visits, self.routes, rope, self.sequences)
 
     def _ring_rooms(
         self, ring_data: RingData, sequences_at_once: int | None
@@ -157,7 +154,13 @@ class Stage:
         tables = {n: w.engram.table for n, w in self.weights.items() if isinstance(w, LayerWeights) and w.engram}
         room = StepRoom(most_rows, -(-context // self.planes.page_positions), context)
         made_up = partial(stand_in, self._windows, self._pairs, self.config.sliding_window)
-        self.steps.capture(self.memory, memory_of, Capturing(self._layers, made_up, tables), room)
+        self.steps.capture(self.memory, memory_of, Capturing(self._layers, made_up, tables, self._store_step), room)
+
+    def _store_step(self, visit: int, fresh: Mapping[int, tuple[Tensor, Tensor]], tables: RowTables) -> None:
+        for source in sorted(self.routes[visit].stores & fresh.keys()):
+            groups = tables.groups[self.config.layers[source].ratio]
+            where = Where(groups.positions_i32, groups.sequences_i32, tables.page_tables_i32)
+            self.planes.write_at(source, where, *fresh[source])
 
     def snapshot(self, sequence: int) -> Rings:
         """The rings as they are, in host memory. Waits for the device."""
@@ -207,7 +210,7 @@ class Stage:
                 if fresh.source in route.stores:
                     self._sides.store(fresh)
                     self._last_keys = fresh.source
-            given = given if isinstance(given, FirstStep) else self._forwarded(given, route)
+            given = self._forwarded(given, route) if isinstance(given, HandOff) else given
             made: Rows
             if record is ignore and (step := self.steps.find(visit, given)):
                 for span in given.spans:
@@ -247,7 +250,7 @@ class Stage:
     def _tables(self, rows: HandOff) -> RowTables:
         return self._tables_of(rows.spans, [self.sequences[span.sequence] for span in rows.spans])
 
-    def _forwarded(self, rows: AnyRows, route: Route) -> AnyRows:
+    def _forwarded(self, rows: HandOff, route: Route) -> HandOff:
         """The rows without the fresh ones that no later visit needs."""
         spent = [fresh for fresh in rows.fresh if fresh.source not in route.forwards]
         if not spent:

@@ -207,6 +207,7 @@ class StepTables:
             RowTiles(i32("tiles"), sequence_i32, self._row_tiles.first),
             RingPlaces(i32("ring"), i32("first"), i32("count"), i32("slot")),
             groups,
+            one_a_row=True,
         )
         return StepPlaces(tables, at("from", torch.int64), i32("id"))
 

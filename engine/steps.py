@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from rocline.engine.engram import EngramTable
 from rocline.engine.engram_ahead import TableRows
 from rocline.engine.handoff import (
     FirstStep,
-    FreshRows,
     HandOff,
     Layout,
     Packed,
@@ -33,7 +31,7 @@ from rocline.engine.handoff import (
     reach_for,
 )
 from rocline.engine.rope_rows import RopeTables
-from rocline.engine.routes import StageLayers
+from rocline.engine.routes import Route, StageLayers
 from rocline.engine.row_tables import RowTables
 from rocline.engine.scratch import StageMemory
 from rocline.engine.sequence import REWIND_ROWS, SequenceState
@@ -41,6 +39,7 @@ from rocline.engine.step_tables import ALIGNMENT, StepPlaces, StepRope, StepSize
 from rocline.hip_kernels.binding import shapes_only
 from rocline.hip_kernels.driver import copy_async
 from rocline.hip_kernels.embedding import embedding
+from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.kernel import Kernel, prepare, seen
 from rocline.hip_kernels.rows import copy_rows, gather_rows
@@ -50,6 +49,7 @@ FIRST_BYTES = 1 << 20  # of the memory that steps are tried in on paper
 GROWS = 1.25
 
 Layers = Callable[[int, HandOff, RowTables], HandOff]  # of a visit, by its number
+Store = Callable[[int, Mapping[int, tuple[Tensor, Tensor]], RowTables], None]  # in a visit, of rows with these tables
 MemoryOf = Callable[[int], StageMemory]  # of so many bytes
 
 
@@ -59,11 +59,13 @@ class Capturing(NamedTuple):
     layers         runs a visit's layers, which look their sequences up in the stage's
     stand_in       makes the state of a sequence of one row, which owns nothing
     engram_tables  by layer, of the layers that run here
+    store          writes fresh rows that have come, by source, into the planes
     """
 
     layers: Layers
     stand_in: Callable[[], SequenceState]
     engram_tables: Mapping[int, EngramTable]
+    store: Store
 
 
 class StepRoom(NamedTuple):
@@ -99,7 +101,6 @@ class Step:
 
     inputs, engram  to be filled before it is launched
     made            what it fills
-    fresh           rows made for later visits, of step rows that close a group: all of them here
     """
 
     tables: StepTables
@@ -107,7 +108,6 @@ class Step:
     inputs: Packed
     engram: StepEngram
     made: Packed
-    fresh: tuple[FreshRows, ...]
     graph: Graph
 
 
@@ -125,10 +125,12 @@ class Steps:
         self,
         config: TextConfig,
         visits: Sequence[StageLayers],
+        routes: Sequence[Route],
         rope: RopeTables,
         sequences: dict[int, SequenceState],
     ) -> None:
-        self._config, self._visits, self._rope, self._sequences = config, visits, StepRope(rope), sequences
+        self._config, self._visits, self._routes = config, visits, routes
+        self._rope, self._sequences = StepRope(rope), sequences
         self._steps: dict[tuple[int, int], Step] = {}
         self.n_bytes, self._memory = 0, None  # which they need for as long as they are there
         self._row_counts: list[int] = []
@@ -165,25 +167,28 @@ class Steps:
             tables = StepTables(sizes, self._rope)
             here = [layer for layer in self._visits[visit].layers if layer in by.engram_tables]
             engram = StepEngram({layer: _table_rows(by.engram_tables[layer], n_rows) for layer in here})
-            entered, left = _ends(self._visits[visit])
-            inputs = self._packed(n_rows, entered, tables)
+            (entered, left), route = _ends(self._visits[visit]), self._routes[visit]
+            inputs = self._packed(n_rows, entered, tables, route.enters)
             places = tables.on_device(inputs.data_u8, spans, room.context)
             self._sequences.update((span.sequence, by.stand_in()) for span in spans)
             try:
                 with capture() as graph, memory.set_apart(inputs.data_u8):
+                    by.store(visit, inputs.fresh(), places.tables)
                     rows = by.layers(visit, HandOff(spans, **inputs.tensors(), engram=engram), places.tables)
-                    made = self._packed(n_rows, left, tables)
+                    made = self._packed(n_rows, left, tables, route.forwards)
                     n_table_bytes = made.layout.n_table_bytes
                     copy_rows(inputs.data_u8[:n_table_bytes], made.data_u8[:n_table_bytes])
                     for place in made.layout.behind_tables():
                         copy_rows(getattr(rows, place.field), made.at(place))
+                    _send_on(inputs, {of.source: (of.rows_u8, of.keys_u8) for of in rows.fresh}, made)
             finally:
                 for span in spans:
                     del self._sequences[span.sequence]
-            return Step(tables, places, inputs, engram, made, rows.fresh, graph)
+            return Step(tables, places, inputs, engram, made, graph)
 
-    def _packed(self, n_rows: int, layer: int, tables: StepTables) -> Packed:
-        """Room for what enters a layer: a list once an index source has run, blocks once their producer has."""
+    def _packed(self, n_rows: int, layer: int, tables: StepTables, sources: Collection[int]) -> Packed:
+        """Room for what enters a layer: a list once an index source has run, blocks once their producer has; and for
+        fresh rows of these sources."""
         config, before, end = self._config, self._config.layers[:layer], len(tables.host_u8)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "streams_bf16": ((n_rows, config.hc_mult, config.hidden_size), torch.bfloat16)
@@ -200,11 +205,17 @@ class Steps:
             Place("lookback_i32", tables.start("lookback"), (n_rows, config.engram_max_ngram_size), torch.int32),
         ]
         places += [] if layer else [Place("pre_f32", tables.start("pre"), *pre)]
+        formats = RowFormat("compressed", config.head_dim), RowFormat("index_key", config.index_head_dim)
+        names = [(source, of) for source in sorted(sources) for of in formats]
+        shapes |= {f"{of.kind} {source}": ((n_rows, of.row_bytes), torch.uint8) for source, of in names}
         for field, (shape, dtype) in shapes.items():
             end += -end % ALIGNMENT
             places.append(Place(field, end, shape, dtype))
             end += prod(shape) * dtype.itemsize
-        return Packed(scratch.u8(end), Layout.of(n_rows, end, len(tables.host_u8), tuple(places)))
+        n_fields = len(places) - len(names)
+        of_sources = places[n_fields:]
+        fresh = tuple(zip(sorted(sources), of_sources[::2], of_sources[1::2], strict=True))
+        return Packed(scratch.u8(end), Layout.of(n_rows, end, len(tables.host_u8), tuple(places[:n_fields]), fresh))
 
     def has(self, spans: Sequence[RowSpan]) -> bool:
         """Whether rows of these spans run as steps, in every visit."""
@@ -219,7 +230,7 @@ class Steps:
             layout = rows.packed.layout
             step = self._steps.get((visit, layout.n_rows))
             return step if step and step.inputs.layout is layout else None
-        if not self.has(rows.spans):
+        if not self.has(rows.spans) or (isinstance(rows, HandOff) and self._routes[visit].enters):
             return None
         n_rows = rows.n_rows
         return self._steps[visit, next(n for n in self._row_counts if n >= n_rows)]
@@ -256,9 +267,7 @@ class Steps:
         layout = step.made.layout
         made_u8 = scratch.u8(layout.n_bytes)
         _copy_bytes(step.made.data_u8, made_u8)
-        return StepRows(
-            spans, Packed(made_u8, layout), rings, (*rows.fresh, *self._fresh(step.fresh, spans)), engram=engram
-        )
+        return StepRows(spans, Packed(made_u8, layout), rings, engram=engram)
 
     def _put_tables(
         self,
@@ -272,26 +281,31 @@ class Steps:
         n_bytes = len(tables.host_u8) if lookback_i32 is not None else tables.start("id")
         scratch.put(tables.host_u8[:n_bytes], step.inputs.data_u8[:n_bytes])
 
-    def _fresh(self, made: Sequence[FreshRows], spans: Sequence[RowSpan]) -> list[FreshRows]:
-        """What the spans close, of fresh rows that have those of each step row apart."""
-        fresh = []
-        for source, of_source in groupby(made, lambda of: of.source):
-            ratio, by_row = self._config.layers[source].ratio, list(of_source)
-            row = 0
-            for span in spans:
-                closing = by_row[row + (-1 - span.start) % ratio : row + span.n_rows : ratio]
-                row += span.n_rows
-                if closing:
-                    parts = _joined([of.rows_u8 for of in closing]), _joined([of.keys_u8 for of in closing])
-                    fresh.append(FreshRows(source, span.sequence, span.start // ratio, *parts))
-        return fresh
-
 
 def _ends(visit: StageLayers) -> tuple[int, int]:
     """The layer that a visit's rows enter, and the next one when they leave. A key/value side alone is no layer."""
     if visit.layers:
         return min(visit.layers), max(visit.layers) + 1
     return min(visit.kv_sides), min(visit.kv_sides)
+
+
+def _send_on(inputs: Packed, own: Mapping[int, tuple[Tensor, Tensor]], made: Packed) -> None:
+    """Fresh rows that a visit has made or been given, for later ones. What lies side by side goes in one copy."""
+    given, at = {source: (rows, keys) for source, rows, keys in inputs.layout.fresh}, made.at
+    runs: list[list[int]] = []  # from, to, bytes
+    for source, *places in made.layout.fresh:
+        if source in own:
+            for rows_u8, place in zip(own[source], places, strict=True):
+                copy_rows(rows_u8, at(place))
+            continue
+        for from_place, to_place in zip(given[source], places, strict=True):
+            start, into, n_bytes = from_place.start, to_place.start, prod(to_place.shape)
+            if runs and start - runs[-1][0] == into - runs[-1][1]:
+                n_bytes += start - runs[-1][0]
+                start, into, _ = runs.pop()
+            runs.append([start, into, n_bytes])
+    for start, into, n_bytes in runs:
+        copy_rows(inputs.data_u8[start : start + n_bytes], made.data_u8[into : into + n_bytes])
 
 
 def _table_rows(table: EngramTable, n_rows: int) -> TableRows:

@@ -10,6 +10,8 @@ integer sum. Groups of zeros go with any scale. A vector with a scale beyond 2^+
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ TILE_BYTES = VECTORS * (CHANNELS + GROUPS)
 ALIGN_REACH, PLAIN_REACH = 3, 24
 WAVES = 8
 
-_PREPARE = Kernel("index_vectors.hip", "index_prepare", "PPPiiii", threads=32 * WAVES)
+_PREPARE = Kernel("index_vectors.hip", "index_prepare", "PPPPPiiii", threads=32 * WAVES)
 RELEASE_KERNELS = (_PREPARE,)
 
 
@@ -58,49 +60,58 @@ def from_tiles(tiles_u8: Tensor) -> tuple[Tensor, Tensor]:
     return values_f32, e8m0_decode(scales.transpose(1, 2).flatten(0, 1).contiguous())
 
 
-@operator
-def index_prepare(
-    rows_u8: Tensor, tiles_u8: Tensor, page_table_i32: Tensor | None = None, first: int = 0, rows_per_page: int = 0
-) -> None:
-    """Write stored rows [N, H, 68] into tiles_u8 [T, H, TILE_BYTES] at their slots; other slots stay as they are.
+class Slots(NamedTuple):
+    """Where rows go in pages of rows_per_page slots, a multiple of 16, that lie one after the other.
 
-    Row n's slot is n, or first + n through page_table_i32 [n_pages] over pages of rows_per_page slots (a multiple of
-    16) one after the other in tiles_u8. Raises BindError.
+    positions_i32    [N] a row's place in its sequence, no two of one sequence alike; negative: nowhere
+    sequences_i32    [N] row of page_tables_i32
+    page_tables_i32  [Q, W] page ids, W * rows_per_page above every position
     """
-    n_rows, _ = _bind_prepare(rows_u8, tiles_u8, page_table_i32, first, rows_per_page)
-    slots = torch.arange(first, first + n_rows, device=rows_u8.device)
-    if page_table_i32 is not None:
-        slots = row_slots(slots, page_table_i32, rows_per_page)
+
+    positions_i32: Tensor
+    sequences_i32: Tensor
+    page_tables_i32: Tensor
+    rows_per_page: int
+
+
+@operator
+def index_prepare(rows_u8: Tensor, tiles_u8: Tensor, slots: Slots | None = None) -> None:
+    """Write stored rows [N, H, 68] into tiles_u8 [T, H, TILE_BYTES] at `slots`, or row n at n; other slots stay as they
+    are. Raises BindError."""
+    n_rows, _ = _bind_prepare(rows_u8, tiles_u8, slots)
+    if slots is None:
+        _put(rows_u8, tiles_u8, torch.arange(n_rows, device=rows_u8.device))
+        return
+    for sequence, table_i32 in enumerate(slots.page_tables_i32):
+        mine = (slots.sequences_i32 == sequence) & (slots.positions_i32 >= 0)
+        _put(rows_u8[mine], tiles_u8, row_slots(slots.positions_i32[mine], table_i32, slots.rows_per_page))
+
+
+def _put(rows_u8: Tensor, tiles_u8: Tensor, slots_i64: Tensor) -> None:
     codes, scales = prepare_ref(rows_u8)
-    tile, vector = slots // VECTORS, slots % VECTORS
+    tile, vector = slots_i64 // VECTORS, slots_i64 % VECTORS
     planes = tiles_u8[..., : VECTORS * CHANNELS].unflatten(-1, (GROUPS, VECTORS, -1))
     planes[tile, :, :, vector] = codes.view(torch.uint8)
     tiles_u8[..., VECTORS * CHANNELS :].unflatten(-1, (VECTORS, GROUPS))[tile, :, vector] = scales
 
 
-def index_prepare_hip(
-    rows_u8: Tensor, tiles_u8: Tensor, page_table_i32: Tensor | None = None, first: int = 0, rows_per_page: int = 0
-) -> None:
+def index_prepare_hip(rows_u8: Tensor, tiles_u8: Tensor, slots: Slots | None = None) -> None:
     """index_prepare on the current stream, the same bytes."""
-    n_rows, n_heads = _bind_prepare(rows_u8, tiles_u8, page_table_i32, first, rows_per_page)
+    n_rows, n_heads = _bind_prepare(rows_u8, tiles_u8, slots)
     if n_rows:
-        args = (tiles_u8, rows_u8, page_table_i32, n_rows, n_heads, first, rows_per_page)
-        launch(_PREPARE, grid=(-(-n_rows * n_heads // WAVES), 1), args=args)
+        where = (*slots[:3], n_rows, n_heads, slots.rows_per_page) if slots else (None, None, None, n_rows, n_heads, 0)
+        table_width = slots.page_tables_i32.shape[1] if slots else 0
+        launch(_PREPARE, grid=(-(-n_rows * n_heads // WAVES), 1), args=(tiles_u8, rows_u8, *where, table_width))
 
 
-def _bind_prepare(
-    rows_u8: Tensor, tiles_u8: Tensor, page_table_i32: Tensor | None, first: int, rows_per_page: int
-) -> tuple[int, int]:
+def _bind_prepare(rows_u8: Tensor, tiles_u8: Tensor, slots: Slots | None) -> tuple[int, int]:
     wanted = {"rows_u8 N H 68": rows_u8, "tiles_u8 T H 2112": tiles_u8}
+    if slots:
+        wanted |= {"positions_i32 N": slots.positions_i32, "sequences_i32 N": slots.sequences_i32}
+        wanted |= {"page_tables_i32 Q W": slots.page_tables_i32}
     n_rows, n_heads, n_tiles = bind_dims("index_prepare", "N H T", wanted)
-    if page_table_i32 is None and (first or n_rows > n_tiles * VECTORS):
-        raise BindError(
-            f"index_prepare: rows {first} to {first + n_rows} in {n_tiles} tiles of {VECTORS}; "
-            "without a page table start at 0 and pass tiles for all rows"
-        )
-    if page_table_i32 is not None and (rows_per_page % VECTORS or first + n_rows > len(page_table_i32) * rows_per_page):
-        raise BindError(
-            f"index_prepare: rows {first} to {first + n_rows} in {len(page_table_i32)} pages of {rows_per_page}; "
-            f"grow the page table, and keep pages a multiple of {VECTORS}"
-        )
+    if slots is None and n_rows > n_tiles * VECTORS:
+        raise BindError(f"index_prepare: {n_rows} rows in {n_tiles} tiles of {VECTORS}; pass tiles for all rows")
+    if slots and slots.rows_per_page % VECTORS:
+        raise BindError(f"index_prepare: pages of {slots.rows_per_page} rows; keep them a multiple of {VECTORS}")
     return n_rows, n_heads

@@ -37,16 +37,24 @@ RL_KERNEL(kThreads) index_key(rl_u8* rows, rl_u8* pool, rl_u8* prepared, const r
 }
 RL_EXPORT(index_key)
 
-// Slot of row n: itself, or first + n through the page table.
-RL_KERNEL(kThreads) index_prepare(rl_u8* prepared,    // [slots/16, H, kTileBytes]
-                                  const rl_u8* rows,  // [N, H, 68]
-                                  const int* pages,   // page table, or null
-                                  int n_rows, int n_heads, int first, int rows_per_page) {
+// Slot of row n: itself, or of its position in its sequence's pages, where that is not negative.
+RL_KERNEL(kThreads) index_prepare(rl_u8* prepared,         // [slots/16, H, kTileBytes]
+                                  const rl_u8* rows,       // [N, H, 68]
+                                  const int* positions,    // [N], or null
+                                  const int* sequences,    // [N]
+                                  const int* page_tables,  // [Q, table_width]
+                                  int n_rows, int n_heads, int rows_per_page, int table_width) {
   const rl_i64 vector = (rl_i64)rl_bid_x() * (kThreads / 32) + rl::wave();
   if (vector >= (rl_i64)n_rows * n_heads) return;
   const int head = (int)(vector % n_heads), row = (int)(vector / n_heads);
+  rl_i64 slot = row;
+  if (positions) {
+    const int position = rl::uniform(positions[row]), sequence = rl::uniform(sequences[row]);
+    if (position < 0) return;
+    slot = page_slot(page_tables + (rl_i64)sequence * table_width, position, rows_per_page);
+  }
   const rl_u8* stored = rows + vector * kKeyBytes;
   const Quantised q = {((const rl_u16*)stored)[rl::lane()], *(const int*)(stored + kChannels / 2)};
-  store_prepared(prepared, pages ? page_slot(pages, first + row, rows_per_page) : row, head, n_heads, q);
+  store_prepared(prepared, slot, head, n_heads, q);
 }
 RL_EXPORT(index_prepare)

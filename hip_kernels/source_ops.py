@@ -13,7 +13,7 @@ from torch import Tensor
 from rocline.hip_kernels.binding import operator
 from rocline.hip_kernels.compressor import compressed_row, pool_pairs
 from rocline.hip_kernels.compressor_hip import Pairs, Places
-from rocline.hip_kernels.index_prepared import index_prepare
+from rocline.hip_kernels.index_prepared import Slots, index_prepare
 from rocline.hip_kernels.index_vectors import index_key, index_query, index_weights, weight_scale
 from rocline.hip_kernels.linear import Fp8Weight, bf16_linear, f32_linear, fp8_linear
 from rocline.hip_kernels.rmsnorm import rmsnorm
@@ -83,10 +83,8 @@ def key_rows(
     put_rows(rows_u8, positions_i32, sequences_i32, tables_i32, places.pool_u8)
     if prepared_u8 is None:
         return
-    tiles_u8, rows_per_page = prepared_u8.flatten(0, 1)[:, None], places.pool_u8.shape[1]
-    for row, (position, sequence) in enumerate(zip(positions_i32.tolist(), sequences_i32.tolist(), strict=True)):
-        if position >= 0:
-            index_prepare(rows_u8[row : row + 1, None], tiles_u8, tables_i32[sequence], position, rows_per_page)
+    slots = Slots(positions_i32, sequences_i32, tables_i32, places.pool_u8.shape[1])
+    index_prepare(rows_u8[:, None], prepared_u8.flatten(0, 1)[:, None], slots)
 
 
 @operator

@@ -171,7 +171,7 @@ class PeerCopies:
         _check_current(target_device, "receive on")
         link = self._links[source_device, target_device]
         if isinstance(sent, StepRows) and room_u8 is not None:
-            return self._into(room_u8, sent, lease, link, memory)
+            return self._into(room_u8, sent, lease, link)
         self.sweep()
         parts: list[_Part] = []
 
@@ -198,22 +198,15 @@ class PeerCopies:
             wait_for(copied)
         return received
 
-    def _into(self, room_u8: Tensor, sent: StepRows, lease: _SentLease, link: _Link, memory: StageMemory) -> StepRows:
+    def _into(self, room_u8: Tensor, sent: StepRows, lease: _SentLease, link: _Link) -> StepRows:
         """As receive, on the current stream itself: a step is too short for another one to help it."""
-        fresh, parts = sent.fresh, [(room_u8.data_ptr(), sent.packed.data_u8.data_ptr(), room_u8.nbytes)]
-        if fresh:
-            with scratch.use(memory):
-                fresh = tuple(replace(of, rows_u8=_room(of.rows_u8), keys_u8=_room(of.keys_u8)) for of in fresh)
-            for ours, theirs in zip(fresh, sent.fresh, strict=True):
-                parts.append((ours.rows_u8.data_ptr(), theirs.rows_u8.data_ptr(), ours.rows_u8.nbytes))
-                parts.append((ours.keys_u8.data_ptr(), theirs.keys_u8.data_ptr(), ours.keys_u8.nbytes))
         copied = Event()
         lease.copies.append(copied)
         try:
-            link.copy(parts, lease.ready)
+            link.copy([(room_u8.data_ptr(), sent.packed.data_u8.data_ptr(), room_u8.nbytes)], lease.ready)
         finally:
-            copied.record()  # where a copy was refused, of those before it
-        return StepRows(sent.spans, Packed(room_u8, sent.packed.layout), sent.rings, fresh, engram=sent.engram)
+            copied.record()  # where the copy was refused, of what was before it
+        return StepRows(sent.spans, Packed(room_u8, sent.packed.layout), sent.rings, engram=sent.engram)
 
     def has_left(self, sent: Rows) -> bool:
         if isinstance(sent.lease, _SentLease) and not all(event.done() for event in sent.lease.copies):

@@ -21,7 +21,7 @@ from torch import Tensor
 from rocline.hip_kernels import index_score
 from rocline.hip_kernels.driver import Event, devices
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, index_prepare_hip
+from rocline.hip_kernels.index_prepared import TILE_BYTES, VECTORS, Slots, index_prepare_hip
 from rocline.hip_kernels.index_score import (
     BLOCK,
     MOST_HEADS,
@@ -93,6 +93,8 @@ class Inputs:
         row_tiles = RowTiles(placed.tiles_i32.cuda(), placed.sequences_i32.cuda(), placed.first)
         self.queries = Queries(tiles_u8, self.weights_bf16, visible_i32, row_tiles)
         self.history = History(keys_u8, self.table_i32[None], n_positions)
+        positions_i32 = torch.arange(n_positions, dtype=torch.int32, device="cuda")
+        self.key_slots = Slots(positions_i32, torch.zeros_like(positions_i32), self.table_i32[None], PAGE)
         self.prepare()
 
     def quantise(self, x_bf16: Tensor, rows_u8: Tensor) -> None:
@@ -103,7 +105,7 @@ class Inputs:
         index_prepare_hip(self.q_rows_u8, self.queries.tiles_u8)
 
     def prepare_keys(self) -> None:
-        index_prepare_hip(self.k_rows_u8, self.history.keys_u8.flatten(0, 1)[:, None], self.table_i32, 0, PAGE)
+        index_prepare_hip(self.k_rows_u8, self.history.keys_u8.flatten(0, 1)[:, None], self.key_slots)
 
     def prepare(self) -> None:
         self.prepare_queries()

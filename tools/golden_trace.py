@@ -244,7 +244,7 @@ def run_layer(
     sources = frozenset(() if role.kv_source is None else (role.kv_source,))
     planes = model.home.planes(trace.config, sources, 1, page, scored=())  # scores must be seen
     memory = model.home.memory(arena_bytes, f"arena of layer {layer}")
-    route, rings = Route(sources, frozenset()), model.home.ring_data
+    route, rings = Route(frozenset(), sources, frozenset()), model.home.ring_data
     stage = Stage(model.config, [work], model.placed.layers, planes, memory, [route], False, rings, 1)
     stage.open(0, page_table=[0])
     got: dict[str, Tensor] = {}

@@ -48,9 +48,9 @@ def test_the_folded_release_on_two_cards():
         (0, StageLayers(tuple(range(20, 40)), frozenset())),
     ]
     assert routes(RELEASE, path) == [
-        Route(stores=frozenset({2, 8}), forwards=frozenset({8})),
-        Route(stores=frozenset({8, 14, 20}), forwards=frozenset({20})),
-        Route(stores=frozenset({20}), forwards=frozenset()),
+        Route(enters=frozenset(), stores=frozenset({2, 8}), forwards=frozenset({8})),
+        Route(enters=frozenset({8}), stores=frozenset({8, 14, 20}), forwards=frozenset({20})),
+        Route(enters=frozenset({20}), stores=frozenset({20}), forwards=frozenset()),
     ]
 
 

@@ -5,7 +5,14 @@ import torch
 
 from rocline.hip_kernels.compressor_hip import Places
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.index_prepared import TILE_BYTES, from_tiles, index_prepare, index_prepare_hip, prepare_ref
+from rocline.hip_kernels.index_prepared import (
+    TILE_BYTES,
+    Slots,
+    from_tiles,
+    index_prepare,
+    index_prepare_hip,
+    prepare_ref,
+)
 from rocline.hip_kernels.index_vectors import index_key_hip, index_query, index_query_hip, weight_scale
 from rocline.hip_kernels.rmsnorm import rmsnorm
 
@@ -72,16 +79,45 @@ def test_keys_are_appended_through_the_page_table(device, rng):
     """Two calls, an odd first row, pages out of order; what lies before and after stays."""
     rows = ROW.pack(vectors(rng, 41, 1, 10))
     table = torch.tensor([3, 0, 2], dtype=torch.int32)
+
+    def slots(start, stop, put):
+        positions = torch.arange(19 + start, 19 + stop, dtype=torch.int32)
+        return Slots(put(positions), put(torch.zeros_like(positions)), put(table[None]), 32)
+
     want = torch.full((4 * 2, 1, TILE_BYTES), 0xEE, dtype=torch.uint8)
     got = device.full(want.shape, 0xEE, torch.uint8)
     for start, stop in ((0, 7), (7, 41)):
-        index_prepare(rows[start:stop], want, table, 19 + start, 32)
-        index_prepare_hip(device.put(rows[start:stop].contiguous()), got, device.put(table), 19 + start, 32)
+        index_prepare(rows[start:stop], want, slots(start, stop, lambda tensor: tensor))
+        index_prepare_hip(device.put(rows[start:stop].contiguous()), got, slots(start, stop, device.put))
     assert torch.equal(device.get(got), want)
     flat = from_tiles(want)[0].flatten(1)
     for row in range(41):
         slot = int(table[(19 + row) // 32]) * 32 + (19 + row) % 32
         assert torch.equal(flat[slot] * 2, prepare_ref(rows)[0][row].flatten().float())
+
+
+def test_keys_of_several_sequences_where_some_have_none(device, rng):
+    """Each at a position of its own, in pages of its own; a negative position is nowhere."""
+    n_rows = 21
+    rows = ROW.pack(vectors(rng, n_rows, 1, 10))
+    tables = torch.from_numpy(rng.permutation(3 * n_rows).reshape(n_rows, 3)).int()
+    positions = torch.from_numpy(rng.integers(0, 3 * 16, n_rows)).int()
+    positions[rng.permutation(n_rows)[:5]] = -1
+    sequences = torch.from_numpy(rng.permutation(n_rows)).int()
+    want = torch.full((3 * n_rows, 1, TILE_BYTES), 0xEE, dtype=torch.uint8)
+    got = device.full(want.shape, 0xEE, torch.uint8)
+    index_prepare(rows, want, Slots(positions, sequences, tables, 16))
+    index_prepare_hip(device.put(rows), got, Slots(*map(device.put, (positions, sequences, tables)), 16))
+    assert torch.equal(device.get(got), want)
+    values, _ = from_tiles(want)
+    written = torch.zeros(len(values), dtype=torch.bool)
+    for row in range(n_rows):
+        if positions[row] >= 0:
+            slot = int(tables[sequences[row], positions[row] // 16]) * 16 + int(positions[row]) % 16
+            assert torch.equal((values[slot] * 2).to(torch.int8), prepare_ref(rows)[0][row])
+            written[slot] = True
+    codes = want[..., : 16 * 128].unflatten(-1, (4, 16, -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    assert (codes[~written] == 0xEE).all()
 
 
 @pytest.mark.parametrize("n_heads", [1, 8])
@@ -115,7 +151,8 @@ def test_keys_are_normed_stored_and_prepared_at_once(device, rng, n_rows):
     for row, (position, sequence) in enumerate(zip(positions.tolist(), sequences.tolist(), strict=True)):
         if position >= 0:
             want_pool[tables[sequence, position // 32], position % 32] = rows[row, 0]
-            index_prepare(rows[row : row + 1], want_tiles, tables[sequence], position, 32)
+            one = torch.zeros(1, dtype=torch.int32)
+            index_prepare(rows[row : row + 1], want_tiles, Slots(one + position, one + sequence, tables, 32))
     pool, tiles = device.full((6, 32, 68), 0xEE, torch.uint8), device.full((6, 2, TILE_BYTES), 0xEE, torch.uint8)
     got = device.full((n_rows, 68), 0xEE, torch.uint8)
     places = Places(pool, *map(device.put, (positions, sequences, tables)))

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import Ask, check, collect, make_ask, nothing_left, prompt_ids
 from hip_cases import OPTIONS, write_fitting_model
 
 from rocline.engine.model import Model
+from rocline.engine.pages import PagePlanes
 from rocline.engine.sampling import SamplingParams
+from rocline.engine.synthetic import SyntheticWeights
 from rocline.hip_kernels.dispatch import DispatchError
 from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.graph import Graph
@@ -118,6 +121,37 @@ def test_options_change_nothing(engines, asks, launched, way):
     while any(stage.busy for stage in engine.stats().stages):  # a thread tells of its last task before it rests
         assert time.monotonic() < end_s
     assert all(stage.busy_s > 0 for stage in engine.stats().stages)
+
+
+def test_mirrored_rows_of_a_step_are_stored_by_its_graphs(engines, model, rng, monkeypatch):
+    """Not one after the other by the host, which every card that reads them would wait for at every token."""
+    if len(devices()) < 2:
+        pytest.skip("rows that another card reads: 1 GPU, want 2")
+    ends, write, n_rows = [], PagePlanes.write, 34
+
+    def noted(planes, source, table_i32, first, rows_u8, keys_u8):
+        ends.append((first + len(rows_u8)) * PAGE // planes.rows_u8[source].shape[1])
+        write(planes, source, table_i32, first, rows_u8, keys_u8)
+
+    monkeypatch.setattr(PagePlanes, "write", noted)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine = engines(stages=4, devices=2)
+    assert len(collect(engine.submit(Request(prompt_ids=prompt_ids(rng, n_rows), params=params)))) == 6
+    assert max(ends) == n_rows  # of the prompt's rows
+
+
+def test_noise_is_the_same_model_on_any_number_of_cards(engines, model, rng):
+    text, ids = model.config.text_config, prompt_ids(rng, 40)
+    n_stores = text.num_hidden_layers // 2
+    outcomes = set()
+    for cards in range(1, min(3, len(devices())) + 1):
+        source = SyntheticWeights(model.config, 1, n_stores, torch.device(devices()[0].torch_device.type))
+        engine = engines(source, stages=3, devices=cards)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        stream = engine.submit(Request(prompt_ids=ids, params=params, logits_digest=True))
+        assert len(collect(stream)) == 4
+        outcomes.add((stream.summary.output_ids_sha256, stream.summary.logits_sha256))
+    assert len(outcomes) == 1
 
 
 def test_company_changes_nothing(engines, asks, launched, rng):
