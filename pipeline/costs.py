@@ -32,13 +32,13 @@ class Rates:
     bytes_per_s      of device memory, 864 GB/s: experts of decode steps are read at 0.57 to 0.70 of a copy's rate
     hop_bytes_per_s  from card to card over PCIe
     step_s           fixed cost of one visit's step: launches, scheduling, the copy's latency. A token of one request
-                     took 13.3 ms over 16 visits, of which the device was busy for 8.4
+                     took 9.8 ms over 16 visits, of which the device was busy for 8.4
     """
 
     flops_per_s: float
     bytes_per_s: float = 0.6 * 864e9
     hop_bytes_per_s: float = 16e9
-    step_s: float = 300e-6
+    step_s: float = 90e-6
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from rocline.pipeline.schedule import MAX_STEP_ROWS, Limits
 from rocline.pipeline.simulate import DECODE_HISTORY, Arrival, CostTiming, Run, simulate
 
 IN_FLIGHT_CHUNKS = 16
-# A card's busy rate in the published engine is near the first. The last is 31 % of a W7900D's matrix peak: what a whole
+# A card's busy rate in the published engine is near the first. The last is 37 % of a W7900D's matrix peak: what a whole
 # prefill of 1,000,411 tokens was of an H200's BF16 rate (docs/results.md).
-FORECAST_FLOPS = (7e12, 17e12, 30e12, 38e12)
+FORECAST_FLOPS = (7e12, 17e12, 30e12, 45e12)
 _DECODE_TOKENS = 8, 40  # from everyone's 9th to somebody's 40th the pipeline is full
 
 # (prompt tokens, token/s) of the published cold prefills. Its table by chunk size is not at hand: these are the two
