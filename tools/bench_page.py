@@ -132,6 +132,7 @@ _RESULT_HEAD = (
         "commit",
         "seed",
         "stages",
+        "cards",
         "chunk",
         "arena GiB",
         "peak GiB",
@@ -172,7 +173,8 @@ def _circumstances(line: Line) -> Sequence[str]:
 
 
 def _origin(line: Line) -> Sequence[str]:
-    return (line["weights"], _commit(line), str(line["seed"]), str(line["stages"]), f"{line['chunk_rows']:,}")
+    numbers = str(line["seed"]), str(line["stages"]), str(line["devices"]), f"{line['chunk_rows']:,}"
+    return (line["weights"], _commit(line), *numbers)
 
 
 def _commit(line: Line) -> str:
@@ -221,7 +223,9 @@ def _of_ceiling(measured: Measured, flops_s: float) -> str:
         for line in filter(published.of, measured.results):
             if "prompt_tokens" in line and seed_of(line["weights"].partition(",")[0]) is not None:
                 rate = model.prompt_flops(line["prompt_tokens"], line["prefill"]) / line["seconds"]
-                parts.append(f"{published.name} {rate / 1e12:,.0f} TFLOP/s, {rate / flops_s:.2f} of that rate")
+                cards = f" on {line['devices']} cards" * (line["devices"] > 1)
+                share = f"{rate / flops_s / line['devices']:.2f}"
+                parts.append(f"{published.name}{cards} {rate / 1e12:,.0f} TFLOP/s, {share} of that rate")
     return "; ".join(parts)
 
 
@@ -248,7 +252,8 @@ def _sweeps(measured: Measured) -> Iterable[str]:
         yield f"{name_of(lines[0])}, {lines[0]['stages']} stages, {lines[0]['weights']}:"
         rows = []
         for line in lines:
-            _, _, _, _, chunk, *rest = _circumstances(line)
+            *_, chunk = _origin(line)
+            rest = _circumstances(line)[len(_origin(line)) :]
             rows.append((chunk, f"{line['tokens_s']:,.2f}", f"{line['seconds']:,.2f}", *rest))
         yield _table(head, rows)
 
@@ -287,16 +292,16 @@ def _routing(measured: Measured) -> Iterable[str]:
     for line in measured.routings:
         over, read = line["most_over_mean"], line["experts_a_layer"]
         one, group, whole = (f"{n:.2f}" for n in read.values())
-        rows.append(
-            (line["weights"], f"{line['rows']:,}", f"{over['worst']:.2f}", f"{over['median']:.2f}", one, group, whole)
-        )
+        shares = f"{over['worst']:.2f}", f"{over['median']:.2f}"
+        rows.append((line["weights"], f"{line['rows']:,}", *shares, one, group, whole))
     head = "weights", "rows", "over the mean, worst layer", "median layer", "experts of 1 row", "of 8", "of all"
-    yield _table(head, rows)
+    yield _table(head, dict.fromkeys(rows))  # the size of chunks changes none
 
 
 def _profile(profile: Profile) -> Iterable[str]:
     summary = profile.summary
-    yield f"## Kernels: {summary['profile']}"
+    cards = f", {summary['devices']} cards" * (summary["devices"] > 1)
+    yield f"## Kernels: {summary['profile']}{cards}"
     yield (
         f"Under the profiler, chunks of {summary['chunk_rows']:,} rows, {summary['stages']} stages, commit "
         f"{_commit(summary)}: {summary['wall_ms']:,.1f} ms, of which the device was busy "

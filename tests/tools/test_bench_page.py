@@ -75,12 +75,12 @@ def test_results_beside_the_published_figures(write):
     assert "another scale; not a speed-up claim" in page
     assert table(page, "261,933-token cold prefill, `halo`") == [
         *("261,933-token cold prefill, `halo`", "1,553.91", "5,238.66", "50.00", "synthetic:1, stores=12"),
-        *("`012345678+`", "42", "8", "1,024", "4.00", "120.00", "19.00", "0 / - / 2,048", "`aaaaaaaaaaaa`"),
+        *("`012345678+`", "42", "8", "1", "1,024", "4.00", "120.00", "19.00", "0 / - / 2,048", "`aaaaaaaaaaaa`"),
     ]
     assert table(page, "decode, one request, 4,096 tokens before", "26 with drafts")[2] == "61.50"
     assert table(page, "300-token cold prefill, `halo`", "")[2] == "150.00"
     for missing in ("261,933-token cold prefill, `full`", "decode, eight requests"):
-        assert table(page, missing)[2:] == ["not measured", *[""] * 11]
+        assert table(page, missing)[2:] == ["not measured", *[""] * 12]
     assert table(page, "decode, one request, 4,096 tokens before", "1,024")[3:] == ["4", "23.5", "20.00", "0.31"]
     assert "A forecast." in page
     assert "rocline bench engine --prefill 4096\nrocline bench page --in lines.jsonl --out results.md" in page
@@ -197,9 +197,9 @@ def test_the_forecast_is_a_range_and_says_that_it_is_modelled():
 def test_routing_is_shown_where_it_was_counted(write):
     counted = {"rows": 1024, "layers": 40, "most_over_mean": {"worst": 2.345, "median": 1.5}}
     line = LABELS | {"line": "routing", "experts_a_layer": {"1": 6, "8": 45.25, "1024": 380}} | counted
-    status, page, _ = write(OPENED, decode(1, 50.0), line)
+    status, page, _ = write(OPENED, decode(1, 50.0), line, line | {"chunk_rows": 2048})
     assert status == 0
-    assert "| synthetic:1, stores=12 | 1,024 | 2.35 | 1.50 | 6.00 | 45.25 | 380.00 |" in page
+    assert page.count("| synthetic:1, stores=12 | 1,024 | 2.35 | 1.50 | 6.00 | 45.25 | 380.00 |") == 1
     assert "## Routing" not in write(OPENED, decode(1, 50.0))[1]
 
 
@@ -209,3 +209,11 @@ def test_products_are_counted_of_the_published_prefills(write):
     told = " ".join(page.split())
     assert "261,933-token cold prefill, `halo` 210 TFLOP/s, 0.26 of that rate." in told
     assert told.count("of that rate") == 1
+
+
+def test_two_cards_have_twice_the_rate_to_reach(write):
+    ceilings = LABELS | {"line": "ceilings", "copy_bytes_s": 4.1e12, "bf16_flops_s": 8e14}
+    _, page, _ = write(ceilings, prefill(261_933, 23.73), prefill(261_933, 23.73, devices=2))
+    told = page.replace("\n", " ")
+    assert "261,933-token cold prefill, `halo` 210 TFLOP/s, 0.26 of that rate" in told
+    assert "261,933-token cold prefill, `halo` on 2 cards 210 TFLOP/s, 0.13 of that rate" in told
