@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,6 +46,57 @@ def attention_ref(q_bf16: Tensor, kv_bf16: Tensor, present_bool: Tensor, sink_f3
     return (out_f32 / (mass + torch.exp(sink_f32[:, None] - top))).bfloat16()
 
 
+class _Lists:
+    """What rows attend to; the fields as attention's. History is decoded once where that is less than every row's own
+    list."""
+
+    def __init__(
+        self,
+        q_bf16: Tensor,
+        window_u8: Tensor,
+        window: int,
+        rows_u8: Tensor | None,
+        page_table_i32: Tensor | None,
+        selected_i32: Tensor | None,
+    ) -> None:
+        n_rows, _, self._width = q_bf16.shape
+        self._n_selected = 0 if selected_i32 is None else selected_i32.shape[1]
+        self._n_slots = -(-(window + self._n_selected) // LIST_BLOCK) * LIST_BLOCK
+        self._slot = torch.arange(window, dtype=torch.int32, device=q_bf16.device)
+        self._window_u8, self._rows_u8, self._page_table_i32 = window_u8, rows_u8, page_table_i32
+        self._n_history = 0 if rows_u8 is None or page_table_i32 is None else len(page_table_i32) * rows_u8.shape[1]
+        self._shares_history = self._n_history <= n_rows * self._n_selected
+
+    @cached_property  # not before somebody computes: on paper nobody does
+    def _shared(self) -> Tensor:
+        """Entries that rows share, decoded once: zeros for absent ones, the window rows, perhaps all of history."""
+        window_bf16 = RowFormat("window", self._width).unpack(self._window_u8)
+        entries = [window_bf16.new_zeros((1, self._width)), window_bf16]
+        if self._shares_history and self._n_history:
+            entries.append(self._compressed(torch.arange(self._n_history, dtype=torch.int32, device=self._slot.device)))
+        return torch.cat(entries)
+
+    def of_rows(self, first_i32: Tensor, count_i32: Tensor, *selected_i32: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_bf16 [R, slots, D] of some of the rows, and which of the slots hold anything [R, slots]."""
+        entries, window, slot = self._shared, len(self._slot), self._slot
+        place = slot.new_zeros((len(first_i32), self._n_slots))
+        place[:, :window] = (first_i32[:, None] + slot + 1).where(slot < count_i32[:, None], 0)
+        for chosen in selected_i32:
+            rows = chosen.clamp_min(0)
+            if not self._shares_history:
+                entries = torch.cat((entries, self._compressed(rows)))
+                rows = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
+            place[:, window : window + self._n_selected] = (rows + 1 + len(self._window_u8)).where(chosen >= 0, 0)
+        kv_bf16 = entries.index_select(0, place.flatten()).view(len(place), self._n_slots, self._width)
+        return kv_bf16, place > 0
+
+    def _compressed(self, rows_i32: Tensor) -> Tensor:
+        assert self._rows_u8 is not None
+        assert self._page_table_i32 is not None
+        slots = row_slots(rows_i32.flatten(), self._page_table_i32, self._rows_u8.shape[1])
+        return RowFormat("compressed", self._width).unpack(self._rows_u8.flatten(0, 1)[slots])
+
+
 @operator
 def attention(
     q_bf16: Tensor,
@@ -84,39 +135,11 @@ def attention(
             "out_bf16 R H D": out_bf16,
         },
     )
-    (n_rows, _, width), n_window = q_bf16.shape, len(window_u8)
-    n_selected = 0 if selected_i32 is None else selected_i32.shape[1]
-    n_slots = -(-(window + n_selected) // LIST_BLOCK) * LIST_BLOCK
-    slot = torch.arange(window, dtype=torch.int32, device=q_bf16.device)
-
-    def compressed(rows_i32: Tensor) -> Tensor:
-        assert rows_u8 is not None
-        assert page_table_i32 is not None
-        slots = row_slots(rows_i32.flatten(), page_table_i32, rows_u8.shape[1])
-        return RowFormat("compressed", width).unpack(rows_u8.flatten(0, 1)[slots])
-
-    n_history = 0 if rows_u8 is None or page_table_i32 is None else len(page_table_i32) * rows_u8.shape[1]
-    share_history = n_history <= n_rows * n_selected  # rather than decode every row's list for itself
-
-    @cache
-    def shared() -> Tensor:
-        """Entries that rows share, decoded once: zeros for absent ones, the window rows, all of history."""
-        entries = [q_bf16.new_zeros((1, width)), RowFormat("window", width).unpack(window_u8)]
-        if share_history and n_history:
-            entries.append(compressed(torch.arange(n_history, dtype=torch.int32, device=q_bf16.device)))
-        return torch.cat(entries)
+    lists = _Lists(q_bf16, window_u8, window, rows_u8, page_table_i32, selected_i32)
 
     def slab(q: Tensor, first: Tensor, count: Tensor, *selected: Tensor) -> Tensor:
-        entries, place = shared(), slot.new_zeros((len(q), n_slots))
-        place[:, :window] = (first[:, None] + slot + 1).where(slot < count[:, None], 0)
-        if selected:
-            rows = selected[0].clamp_min(0)
-            if not share_history:
-                entries = torch.cat((entries, compressed(rows)))
-                rows = torch.arange(rows.numel(), dtype=torch.int32, device=q.device).view(rows.shape)
-            place[:, window : window + n_selected] = (rows + 1 + n_window).where(selected[0] >= 0, 0)
-        kv_bf16 = entries.index_select(0, place.flatten()).view(len(q), n_slots, width)
-        return attention_ref(q, kv_bf16, place > 0, sink_f32)
+        kv_bf16, is_there = lists.of_rows(first, count, *selected)
+        return attention_ref(q, kv_bf16, is_there, sink_f32)
 
     per_row = (q_bf16, window_first_i32, window_count_i32)
     run_slabs(slab, per_row if selected_i32 is None else (*per_row, selected_i32), out_bf16, slab_rows=SLAB_ROWS)
