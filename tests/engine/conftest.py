@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hip_cases import write_fitting_model
 
 from rocline.hip_kernels.graph import Graph
 
@@ -61,6 +62,12 @@ def pack(header: bytes) -> bytes:
 @pytest.fixture(scope="session")
 def micro_model(data_folder: Path) -> Path:
     return data_folder / "micro" / "model"
+
+
+@pytest.fixture(scope="session")
+def fitting_folder(hip_device: str, micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of micro's kinds of layers whose sizes all kernels take."""
+    return write_fitting_model(micro_model, tmp_path_factory.mktemp("fitting") / "model")
 
 
 @pytest.fixture

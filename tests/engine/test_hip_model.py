@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hip_cases import OPTIONS, answer_of, run, write_fitting_model
+from hip_cases import OPTIONS, answer_of, run
 from stage_paths import Path, random_path
 
 from rocline.engine.answer import Ask
@@ -26,13 +26,8 @@ INDEX_OPERATORS = ["index_key", "index_prepare", "index_query", "index_select", 
 
 
 @pytest.fixture(scope="module")
-def folder(hip_device, micro_model, tmp_path_factory):
-    return write_fitting_model(micro_model, tmp_path_factory.mktemp("fitting") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return Model.load(folder, device="hip", **OPTIONS)
+def model(fitting_folder):
+    return Model.load(fitting_folder, device="hip", **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +37,8 @@ def micro(hip_device, micro_model):
 
 
 @pytest.fixture(scope="module")
-def host(folder):
-    return Model.load(folder, kv_tokens=4096)
+def host(fitting_folder):
+    return Model.load(fitting_folder, kv_tokens=4096)
 
 
 def prompt(rng, n):
@@ -188,9 +183,9 @@ def test_references_on_the_device_give_the_hosts_bits(hip_device, micro_model, r
     assert run(model, ids, chunk_rows=23) == run(host, ids)
 
 
-def test_index_kernels_choose_as_their_references_do(model, folder, rng):
+def test_index_kernels_choose_as_their_references_do(model, fitting_folder, rng):
     ids = prompt(rng, 150)
-    plain = Model.load(folder, device="hip", reference_ops=INDEX_OPERATORS[1:], **OPTIONS)
+    plain = Model.load(fitting_folder, device="hip", reference_ops=INDEX_OPERATORS[1:], **OPTIONS)
     assert run(plain, ids, n_decoded=1) == run(model, ids, n_decoded=1)
 
 
@@ -224,7 +219,7 @@ def test_nothing_is_allocated_after_loading(hip_device, model, rng):
     assert counts() == before
 
 
-def test_sequences_have_room_on_the_device_or_are_refused(folder, host):
+def test_sequences_have_room_on_the_device_or_are_refused(fitting_folder, host):
     model = Model(host.config, host.weights, home=HipHome(host.config.text_config, sequences_at_once=2), **OPTIONS)
     first, second = model.open(), model.open()
     with pytest.raises(RuntimeError, match="no room for the rings of one more sequence"):

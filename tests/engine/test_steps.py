@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hip_cases import OPTIONS, PAGE, write_fitting_model
+from hip_cases import OPTIONS, PAGE
 from stage_paths import Path, random_path
 
 from rocline.engine import scratch
@@ -86,13 +86,8 @@ def test_a_row_that_closes_no_pair_stores_none(micro_model):
 
 
 @pytest.fixture(scope="module")
-def folder(hip_device, micro_model, tmp_path_factory):
-    return write_fitting_model(micro_model, tmp_path_factory.mktemp("fitting") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return Model.load(folder, device="hip", **OPTIONS)
+def model(fitting_folder):
+    return Model.load(fitting_folder, device="hip", **OPTIONS)
 
 
 @pytest.fixture(scope="module")

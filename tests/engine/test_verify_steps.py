@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hip_cases import OPTIONS, write_fitting_model
+from hip_cases import OPTIONS
 from stage_paths import Path, random_path
 
 from rocline.engine import scratch
@@ -108,13 +108,8 @@ def test_no_row_reads_what_another_one_writes(micro_model, rng):
 
 
 @pytest.fixture(scope="module")
-def folder(hip_device, micro_model, tmp_path_factory):
-    return write_fitting_model(micro_model, tmp_path_factory.mktemp("fitting") / "model")
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return Model.load(folder, device="hip", **OPTIONS)
+def model(fitting_folder):
+    return Model.load(fitting_folder, device="hip", **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -408,10 +403,10 @@ STARTS = [100, 508, 1_020, 2_045, 16_380, 20_001, 32_765]
 
 
 @pytest.fixture(scope="module")
-def far_models(folder, tmp_path_factory):
+def far_models(fitting_folder, tmp_path_factory):
     """The model, not captured and captured, with lists of the release's lengths and room for 33,000 positions."""
     far = tmp_path_factory.mktemp("far") / "model"
-    shutil.copytree(folder, far)
+    shutil.copytree(fitting_folder, far)
     config = json.loads((far / "config.json").read_text())
     config["text_config"] |= FAR
     (far / "config.json").write_text(json.dumps(config))
