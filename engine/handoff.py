@@ -256,12 +256,13 @@ class HandOff:
 
     def tail_index(self, floors: list[int]) -> Tensor | None:
         """Indices, on the host, of the rows at or after each span's floor; None when that is every row."""
-        parts, all_rows = [], True
+        if all(floor <= span.start or not span.n_rows for span, floor in zip(self.spans, floors, strict=True)):
+            return None
+        parts = []
         for (span, place), floor in zip(self.slices(), floors, strict=True):
             kept = span.from_position(floor).n_rows
-            all_rows = all_rows and kept == span.n_rows
             parts.append(torch.arange(place.stop - kept, place.stop))
-        return None if all_rows else torch.cat(parts)
+        return torch.cat(parts)
 
     def from_floors(self, floors: list[int]) -> HandOff:
         """Only the rows at or after each span's floor. Spans stay in the table, perhaps with no rows."""

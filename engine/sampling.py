@@ -158,16 +158,26 @@ def pack_rows(requests: Iterable[tuple[SamplerState, Sequence[int]]]) -> SampleR
     """
     rows = [row for state, draft_ids in requests for row in state._rows(draft_ids)]
     params = [row.state.params for row in rows]
+    floats = [
+        [p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [p.repetition_penalty for p in params],
+        [p.presence_penalty for p in params],
+        [p.frequency_penalty for p in params],
+    ]
+    temperature_f32, top_p_f32, min_p_f32, *penalties = torch.tensor(floats, dtype=torch.float32)  # at once: in a step
+    seed_i64, position_i64 = torch.tensor([[row.state.seed for row in rows], [row.position for row in rows]])
     return SampleRows(
-        seed_i64=torch.tensor([row.state.seed for row in rows]),
-        position_i64=torch.tensor([row.position for row in rows]),
-        temperature_f32=_f32(p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params),
+        seed_i64=seed_i64,
+        position_i64=position_i64,
+        temperature_f32=temperature_f32,
         top_k_i32=torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32),
-        top_p_f32=_f32(p.top_p for p in params),
-        min_p_f32=_f32(p.min_p for p in params),
-        repetition_f32=_f32(p.repetition_penalty for p in params),
-        presence_f32=_f32(p.presence_penalty for p in params),
-        frequency_f32=_f32(p.frequency_penalty for p in params),
+        top_p_f32=top_p_f32,
+        min_p_f32=min_p_f32,
+        repetition_f32=penalties[0],
+        presence_f32=penalties[1],
+        frequency_f32=penalties[2],
         seen_ids_i32=_lists([row.counts.keys() for row in rows], np.int32),
         seen_counts_i32=_lists([row.counts.values() for row in rows], np.int32),
         bias_ids_i32=_lists([p.logit_bias.keys() for p in params], np.int32),
@@ -176,12 +186,10 @@ def pack_rows(requests: Iterable[tuple[SamplerState, Sequence[int]]]) -> SampleR
     )
 
 
-def _f32(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32)
-
-
 def _lists(lists: Sequence[Collection[float]], dtype: type[np.generic]) -> Tensor:
     """[R, width of the longest], -1 where a list has ended."""
+    if not any(lists):
+        return torch.from_numpy(np.empty((len(lists), 0), dtype))
     table = np.full((len(lists), max(map(len, lists))), -1, dtype)
     for row, items in zip(table, lists, strict=True):
         row[: len(items)] = np.fromiter(items, dtype, len(items))
