@@ -1,6 +1,6 @@
 """A trace against an arena of any size, in the trace's own time; and the smallest slab that serves it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from heapq import heappop, heappush
@@ -95,6 +95,56 @@ class _Clock:
         raise ArenaFull("no room, and the trace never saw the pending work finish")
 
 
+class _Run:
+    """Events through an arena, one by one. held: spans that are never released."""
+
+    def __init__(self, slab_bytes: int, held: Container[int]) -> None:
+        self.clock = _Clock()
+        self.arena = Arena(
+            slab_bytes, self.clock.record, name="replay", advice="raise --slab-bytes", pause=self.clock.pause
+        )
+        self.failures, self.first_failure = 0, ""
+        self.placements: list[Placement] = []
+        self._held = held
+        self._lent: dict[int, tuple[Span, Placement]] = {}
+
+    def do(self, event: TraceEvent) -> bool:
+        """False for a take that finds no room."""
+        self.clock.now_ns = max(self.clock.now_ns, event.time_ns + self.clock.waited_ns)
+        if event.action == "take":
+            return self._take(event)
+        if event.span in self._lent:
+            self._release(event)
+        return True
+
+    def _take(self, event: TraceEvent) -> bool:
+        lasting = event.span in self._held
+        try:
+            span = self.arena.take(event.n_bytes, event.stream, lasting=lasting, label=event.operator)
+        except ArenaFull as error:
+            self.failures += 1
+            self.first_failure = self.first_failure or str(error)
+            return False
+        place = Placement(span.offset, span.size_bytes, event.operator, self.clock.now_ns)
+        self._lent[event.span] = span, place
+        self.placements.append(place)
+        return True
+
+    def _release(self, event: TraceEvent) -> None:
+        span, place = self._lent.pop(event.span)
+        self.clock.completed_after_ns = event.completed_after_ns
+        self.arena.release(span, event.stream)
+        place.released_ns = self.clock.now_ns
+        if event.completed_after_ns is not None:
+            place.finished_ns = self.clock.now_ns + event.completed_after_ns
+
+    def finish(self) -> None:
+        """All work is done that will ever be."""
+        self.clock.now_ns = max((place.finished_ns or 0 for place in self.placements), default=0)
+        self.arena.poll()
+        self.arena.trim()
+
+
 def replay(
     events: Iterable[TraceEvent], slab_bytes: int, *, picture: bool = False, to_the_end: bool = True
 ) -> ReplayReport:
@@ -105,60 +155,34 @@ def replay(
     what came before, without its least_largest_free_bytes.
     """
     events = sorted(events, key=lambda event: event.time_ns)
-    clock = _Clock()
-    arena = Arena(slab_bytes, clock.record, name="replay", advice="raise --slab-bytes", pause=clock.pause)
-    lent: dict[int, tuple[Span, Placement]] = {}
-    failures, first_failure = 0, ""
-    least_largest = arena.slab_bytes
-    placements: list[Placement] = []
+    run = _Run(slab_bytes, held_for_life(events))
+    least_largest = run.arena.slab_bytes
     largest_free: list[tuple[int, int]] = []
-    held = held_for_life(events)
     for event in events:
-        clock.now_ns = max(clock.now_ns, event.time_ns + clock.waited_ns)
-        if event.action == "take":
-            try:
-                span = arena.take(event.n_bytes, event.stream, lasting=event.span in held, label=event.operator)
-            except ArenaFull as error:
-                failures += 1
-                first_failure = first_failure or str(error)
-                if not to_the_end:
-                    break
-                continue
-            place = Placement(span.offset, span.size_bytes, event.operator, clock.now_ns)
-            lent[event.span] = span, place
-            placements.append(place)
-        elif event.span in lent:
-            span, place = lent.pop(event.span)
-            clock.completed_after_ns = event.completed_after_ns
-            arena.release(span, event.stream)
-            place.released_ns = clock.now_ns
-            if event.completed_after_ns is not None:
-                place.finished_ns = clock.now_ns + event.completed_after_ns
-        if not to_the_end:
-            if failures or clock.waited_ns:
-                break
+        had_room = run.do(event)
+        if not to_the_end and (run.failures or run.clock.waited_ns):
+            break
+        if not to_the_end or not had_room:
             continue
-        largest = arena.largest_free_bytes()
+        largest = run.arena.largest_free_bytes()
         least_largest = min(least_largest, largest)
         if picture:
-            largest_free.append((clock.now_ns, largest))
-    stats = arena.stats()
-    clock.now_ns = max((place.finished_ns or 0 for place in placements), default=0)
-    arena.poll()
-    arena.trim()
+            largest_free.append((run.clock.now_ns, largest))
+    stats = run.arena.stats()
+    run.finish()
     return ReplayReport(
-        slab_bytes=arena.slab_bytes,
+        slab_bytes=run.arena.slab_bytes,
         n_takes=sum(event.action == "take" for event in events),
-        failures=failures,
-        first_failure=first_failure,
+        failures=run.failures,
+        first_failure=run.first_failure,
         waits=stats.waits,
-        waited_ns=clock.waited_ns,
+        waited_ns=run.clock.waited_ns,
         high_water_bytes=stats.high_water_bytes,
         peak_used_pending_bytes=peaks(events)[1],
-        largest_free_bytes=arena.largest_free_bytes(),
+        largest_free_bytes=run.arena.largest_free_bytes(),
         least_largest_free_bytes=least_largest,
         stats=stats,
-        placements=placements if picture else [],
+        placements=run.placements if picture else [],
         largest_free=largest_free,
     )
 
