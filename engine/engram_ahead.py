@@ -167,7 +167,7 @@ class EngramAhead:
 
     def __init__(self, tables: Mapping[int, EngramTable], n_threads: int = 4, is_pinned: bool = False) -> None:
         self._tables = dict(sorted(tables.items()))
-        self._pinned = Pinned() if is_pinned else None
+        self._pinned = _Pinned() if is_pinned else None
         self._queue: PriorityQueue[tuple[float, int, Callable[[], None] | None]] = PriorityQueue()
         self._tickets = count()
         self._lock = threading.Lock()
@@ -225,7 +225,7 @@ class EngramAhead:
         if self._pinned:
             self._give_back(self._pinned)
 
-    def _give_back(self, pinned: Pinned) -> None:
+    def _give_back(self, pinned: _Pinned) -> None:
         copies = [copy for free in self._free.values() for _, of_buffer in free for copy in of_buffer]
         until_s = time.monotonic() + SETTLE_S
         while not (are_made := all(copy.done() for copy in copies)) and time.monotonic() < until_s:
@@ -309,7 +309,7 @@ class EngramAhead:
             self.n_lent -= 1
 
 
-class Pinned:
+class _Pinned:
     """Host memory for copies to GPUs, given back all at once."""
 
     def __init__(self) -> None:

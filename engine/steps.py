@@ -336,14 +336,6 @@ def _copy_bytes(given_u8: Tensor, into_u8: Tensor) -> None:
     copy_async(into_u8.data_ptr(), given_u8.data_ptr(), given_u8.nbytes)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Of [1, bytes] each one after the other, a copy."""
-    out_u8 = scratch.like(parts[0], len(parts))
-    for row, part_u8 in enumerate(parts):
-        _copy_bytes(part_u8, out_u8[row])
-    return out_u8
-
-
 def _padded(given: Tensor, n_rows: int) -> Tensor:
     """Host rows, the last one again and again up to n_rows."""
     n_more = n_rows - len(given)

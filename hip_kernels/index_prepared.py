@@ -44,14 +44,6 @@ def prepare_ref(rows_u8: Tensor) -> tuple[Tensor, Tensor]:
     return (codes_i32 << shift.unsqueeze(-1)).to(torch.int8), least.where(align | zero, scales_i32).to(torch.uint8)
 
 
-def to_tiles(codes_i8: Tensor, scales_u8: Tensor) -> Tensor:
-    """[N, H, 4, 32] codes and [N, H, 4] scales, N a multiple of 16, as tiles [N/16, H, TILE_BYTES]."""
-    n_heads = codes_i8.shape[1]
-    codes = codes_i8.view(torch.uint8).unflatten(0, (-1, VECTORS)).permute(0, 2, 3, 1, 4)
-    scales = scales_u8.unflatten(0, (-1, VECTORS)).transpose(1, 2)
-    return torch.cat((codes.reshape(-1, n_heads, VECTORS * CHANNELS), scales.reshape(-1, n_heads, VECTORS * GROUPS)), 2)
-
-
 def from_tiles(tiles_u8: Tensor) -> tuple[Tensor, Tensor]:
     """Decoded E2M1 values [N, H, 4, 32] and scales [N, H, 4], FP32, of tiles [N/16, H, TILE_BYTES]."""
     codes = tiles_u8[..., : VECTORS * CHANNELS].view(torch.int8).unflatten(-1, (GROUPS, VECTORS, -1))
