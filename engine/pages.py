@@ -127,6 +127,12 @@ class PagePlanes:
         n_new = len(rows_u8)
         if n_new == 0:
             return
+        n_slots = len(table_i32) * self.rows_u8[source].shape[1]
+        if first + n_new > n_slots:
+            raise ValueError(
+                f"rows {first} to {first + n_new} of source {source} in {len(table_i32)} pages, {n_slots} slots; "
+                "grow the page table"
+            )
         index_i32 = torch.arange(first, first + n_new, dtype=torch.int32)
         sequence_i32 = torch.zeros(n_new, dtype=torch.int32)
         index_i32, sequence_i32, table_i32 = scratch.upload_together(index_i32, sequence_i32, table_i32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.choices import Choices
 from rocline.engine.config import LayerRole, ModelConfig
-from rocline.engine.handoff import FirstStep, HandOff, Rows, StepRows, gathered
+from rocline.engine.handoff import FirstStep, HandOff, Rows, RowSpan, StepRows, gathered
 from rocline.engine.kv_side import KvSides, closed_by
 from rocline.engine.layers import attention, compressor, experts, indexer, streams
 from rocline.engine.layers.attention import AttentionWeights
@@ -213,6 +213,7 @@ class Stage:
             given = self._forwarded(given, route) if isinstance(given, HandOff) else given
             made: Rows
             if record is ignore and (step := self.steps.find(visit, given)):
+                self._check_pages(given.spans)
                 for span in given.spans:
                     state, window = self.sequences[span.sequence], self.config.sliding_window
                     state.add_rows(span.start, span.n_rows, work.layers, self._own_pairs[visit], window)
@@ -222,6 +223,16 @@ class Stage:
                 whole = given if isinstance(given, HandOff) else given.unpacked().copied()
                 made = self._layers(visit, whole, self._tables(whole), between, record)
             return replace(made, lease=self.memory.lease(made.tensors()))
+
+    def _check_pages(self, spans: Sequence[RowSpan]) -> None:
+        """Raises RuntimeError where a step's rows lie past their pages: its graph would store them in page 0."""
+        for span in spans:
+            n_positions = len(self.sequences[span.sequence].page_table) * self.planes.page_positions
+            if span.end > n_positions:
+                raise RuntimeError(
+                    f"rows {span.start} to {span.end} of sequence {span.sequence} in pages of {n_positions} positions; "
+                    "grow its page table first"
+                )
 
     def room_for(self, visit: int, rows: Rows) -> Tensor | None:
         """Where a captured step reads the piece that these rows lie in; None where they may lie anywhere.

@@ -17,7 +17,7 @@ from rocline.engine import scratch
 from rocline.engine.config import ModelConfig
 from rocline.engine.engram_ahead import EngramAhead
 from rocline.engine.handoff import FirstStep, RowKind, RowSpan, reach_for
-from rocline.engine.layers.head import lookback_rows
+from rocline.engine.layers.head import embed_rows, lookback_rows
 from rocline.engine.model import Model
 from rocline.engine.rope_rows import RopeTables
 from rocline.engine.row_tables import TableMaker
@@ -329,6 +329,27 @@ def test_a_ring_that_lacks_what_rows_read_is_refused(captured, launched, rng, le
     assert not launched
     assert torch.equal(on_host(ring.data), before)
     captured.close(other)
+    captured.close(handle)
+
+
+def test_rows_past_their_pages_are_refused(captured, launched, rng):
+    """Before anything is launched: a table's end is zeros, and page 0 is somebody's."""
+    n_positions = captured.pages.page_positions
+    handle = opened(captured, prompt(rng, n_positions - 3))
+    stage = captured.stages[0]
+    with torch.inference_mode(), captured.at_the_ends():
+        reach = reach_for(captured.config.text_config, "full", n_positions + 1)
+        span = RowSpan(handle.number, n_positions - 3, 4, RowKind.VERIFY, reach, n_positions - 3)
+        ids = {handle.number: [*handle.ids, *prompt(rng, 4)]}
+        rows = embed_rows(captured.config.text_config, captured.placed.embed_bf16, (span,), ids)
+        with pytest.raises(RuntimeError, match=rf"in pages of {n_positions} positions; grow its page table"):
+            stage.run(rows)
+    assert not launched
+    planes, rows_u8 = stage.planes, torch.zeros((2, 1), dtype=torch.uint8)
+    source, table_i32 = min(planes.rows_u8), torch.tensor(handle.page_table, dtype=torch.int32)
+    n_slots = planes.rows_u8[source].shape[1]
+    with pytest.raises(ValueError, match=rf"rows {n_slots - 1} to {n_slots + 1} of source {source} in 1 pages"):
+        planes.write(source, table_i32, n_slots - 1, rows_u8, rows_u8)
     captured.close(handle)
 
 
