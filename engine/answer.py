@@ -142,7 +142,7 @@ def _tell(
     logits: Logits, choice: _Choice, ids: Sequence[int], asks: Mapping[int, Ask], answers: Mapping[int, Answer]
 ) -> None:
     """ids: the choice's first."""
-    for at, (row, token) in enumerate(zip(choice.rows, ids, strict=False)):
+    for at, (row, token) in enumerate(zip(choice.rows, ids[: len(choice.rows)], strict=True)):
         sequence, position = logits.rows[row]
         ask, out = asks[sequence], answers[sequence]
         if out.why:

@@ -321,7 +321,7 @@ def _profile(profile: Profile) -> Iterable[str]:
     if profile.copies:
         yield "Copies, and how much of their time was hidden: their card computed too."
         copies = [
-            (c["copies"], f"{c['ms']:,.2f}", f"{c['times']:,}", f"{c['hidden_ms'] / c['ms']:.0%}")
+            (c["copies"], f"{c['ms']:,.2f}", f"{c['times']:,}", f"{c['hidden_ms'] / c['ms']:.0%}" if c["ms"] else "")
             for c in profile.copies
         ]
         yield _table(("copies", "ms", "times", "hidden"), copies)

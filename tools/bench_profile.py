@@ -207,9 +207,7 @@ class Profiles:
             self._talk.say(f"{ms:10.2f} ms {share:6.1%} {launches:7d} x {mean_us:9.1f} us  {name}")
         for name, copies in found.copies.items():
             self._say(line="copies", profile=what, copies=name, **copies._asdict())
-            self._talk.say(
-                f"{copies.ms:10.2f} ms {copies.hidden_ms / copies.ms:6.1%} hidden  {copies.times:7d} x {name}"
-            )
+            self._talk.say(f"{copies.ms:10.2f} ms, {copies.hidden_ms:.2f} hidden  {copies.times:7d} x {name}")
         for idle in found.idle[:IDLE_SAID]:
             mean_us = 1e3 * idle.ms / idle.times
             self._say(line="idle", profile=what, **idle._asdict(), mean_us=mean_us)

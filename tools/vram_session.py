@@ -119,18 +119,7 @@ class Session:
         """What is known so far."""
         title = f"Least free memory in GiB and highest sensors in {self.seconds:.1f} s"
         table = Table(title=title, title_justify="left")
-        for name in (
-            "card",
-            "free",
-            "at",
-            f"every {COARSE_S:g} s",
-            "of",
-            "junction",
-            "memory",
-            "power",
-            "throttled",
-            "ECC",
-        ):
+        for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("card", "at") else "right")
         if self._server:
             table.add_column("arena", justify="right")

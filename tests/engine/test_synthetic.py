@@ -33,7 +33,7 @@ def test_layers_of_a_store_have_its_experts_and_nothing_else_in_common(config):
     weights = SyntheticWeights(config, 1, 2, CPU)
     shared = [weights.layer(layer).experts.shared for layer in range(3)]
     for a, b, c in zip(*shared, strict=True):  # whichever of them a card places first
-        assert torch.equal(a.codes_e4m3, b.codes_e4m3) is False
+        assert not torch.equal(a.codes_e4m3, b.codes_e4m3)
         assert torch.equal(a.codes_e4m3, c.codes_e4m3)
     for a, b, c in zip(stacks(weights, 0), stacks(weights, 2), stacks(weights, 1), strict=True):
         assert torch.equal(a, b)
