@@ -127,7 +127,7 @@ RL_DEV void stage_values(rl_u16* staged, const rl_u8* codes, const rl_u8* scales
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = start + j * kFewThreads + rl_tid();
-      const rl::Words4 rounded = act_round(unpack(table_values(pieces[j])));
+      const rl::Words4 rounded = round_words(table_values(pieces[j]));
       if (i < n) store_words(staged + i / row_pieces * (row_pieces + 1) * kPiece + i % row_pieces * kPiece, rounded);
     }
   }

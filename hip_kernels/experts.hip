@@ -194,7 +194,7 @@ RL_DEV void put_hidden(const Up<W>& a, const RowTile& tile, int row, int col, co
   Piece hidden;
 #pragma unroll
   for (int i = 0; i < kPiece; ++i) hidden.v[i] = gated(gate.v[i], up.v[i], a.limit, a.weights != nullptr, weight);
-  const rl::Words4 words = act_round(hidden);  // lanes of a group act together, all of it there or none
+  const rl::Words4 words = round_words(pack(hidden));  // the wave's lanes together
   if (is_real) store_words(a.hidden + (rl_i64)pair * a.n_inner + col, words);
 }
 

@@ -11,6 +11,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kAhead = 5;  // blocks on their way: few waves have all of the weights
+typedef rl::EightRows Rows;
 static_assert(QUERY_WIDTH % kTile == 0, "whole tiles of columns");
 
 struct Weight {  // [n_cols, K] in tiles
@@ -28,14 +29,14 @@ RL_DEV void multiply(rl_u16* lds, const Weight& w, const rl_u16* x, int n_rows, 
   const int own_tiles = kWaves / w.n_segments, tile0 = group * own_tiles;
   const int tile = smaller(tile0 + rl::wave() / w.n_segments, w.n_cols / kTile - 1);
   const int first = rl::wave() % w.n_segments * w.segment;
-  FewStream<WeightE4m3, 1> stream = {{WeightE4m3::at(w.tiles, (rl_i64)tile * blocks + first)}, x + first * kStep, {}};
+  FewStream<WeightE4m3, 1, Rows> stream = {{WeightE4m3::at(w.tiles, (rl_i64)tile * blocks + first)}, x + first * kStep, {}};
 #pragma unroll
-  for (int i = 0; i < rl::kFragRows; ++i)
-    stream.row_bytes[i] = 2u * kStep * (rl_u32)(smaller(rl::frag_row(i), n_rows - 1) * blocks);
-  rl::AccF32 acc[1];
+  for (int i = 0; i < Rows::kOwn; ++i)
+    stream.row_bytes[i] = 2u * kStep * (rl_u32)(smaller(Rows::own_row(i), n_rows - 1) * blocks);
+  Rows::Sums acc[1];
   few_product<WeightE4m3, 1, kAhead>(acc, lds + rl::wave() * kOwnElements, stream, smaller(w.segment, blocks - first));
   float* sums = (float*)lds;
-  leave_sums(sums, acc);
+  leave_sums<Rows>(sums, acc);
   for (int i = rl_tid(); i < own_tiles * kTile * kTile; i += kThreads) {
     const int own = i / (kTile * kTile), row = i / kTile % kTile, col = (tile0 + own) * kTile + i % kTile;
     if (row < n_rows && col < w.n_cols)

@@ -4,18 +4,19 @@
 // for the next one, and project them on 24 coefficients. FP32 weights are three BF16 components, 8 bits each, whose
 // products with BF16 activations are exact; one read of the activations serves all three, and their squares.
 // Grid (ceil(WIDTH/128), ceil(R/32)); 384 threads = 12 waves: a segment of 128 channels of each stream, 32 rows. A wave
-// has 16 rows and 16 of the 80 columns, or the squares. A stream's 8 steps of 16 channels are one sum; the streams' sums
-// are added by halves, components least first, segments by mhc_finish.
-// LDS: activations [32][kRowStride], then sums [32][kSumStride].
+// has 16 rows and 16 of the 80 columns, or the squares; of at most 16 rows two such jobs, each of one stream. A stream's
+// 8 steps of 16 channels are one sum; the streams' sums are added by halves, components least first, segments by
+// mhc_finish.
+// LDS: activations [32][kRowStride], then sums [32][kSumStride], or a stream's [4][16][kSumStride].
 //
-// mhc_finish: grid (R, 1); 128 threads; LDS a float a wave.
+// mhc_finish: grid (R, 1); 160 threads = 5 waves, of which the last one mixes while the others norm; LDS a float a wave.
 //
-// mhc_few: both for at most 32 rows, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's
+// mhc_few: both for at most 16 rows, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's
 // sums in its order. Grid (ceil(WIDTH/128), 1).
 //
 // Budget on gfx1100: mhc_pass: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
 // Budget on gfx1100: mhc_few: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
-// Budget on gfx1100: mhc_finish: 72 VGPRs, 16 bytes of LDS, 16 waves per SIMD, no scratch.
+// Budget on gfx1100: mhc_finish: 72 VGPRs, 16 bytes of LDS, 15 waves per SIMD, no scratch.
 #include "explog.hip.h"
 #include "rms.hip.h"
 
@@ -91,33 +92,51 @@ RL_DEV void stage_rows(rl_u16* lds, rl_u16* merged, rl_u16* collapsed, const rl_
   }
 }
 
-// One wave's 16 rows times its 16 columns, or its rows' squares, on the diagonal.
-RL_DEV rl::AccF32 project(const rl_u16* rows, const rl_u16* weights, int job) {
-  rl::AccF32 sums[kStreams] = {};
+// One wave's 16 rows times a stream's steps of its 16 columns, or its rows' squares, on the diagonal.
+RL_DEV rl::AccF32 project_stream(const rl_u16* rows, const rl_u16* weights, int stream, int job) {
+  rl::AccF32 sum = {};
 #pragma unroll
-  for (int stream = 0; stream < kStreams; ++stream) {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int step = stream * kSteps + i;
-      const rl::FragBF16 a = rl::load_rows_lds(rows + step * 16, kRowStride);
-      if (job == kColTiles) rl::mma(sums[stream], a, a);
-      else rl::mma(sums[stream], a, rl::load_rows(weights + (step * kColTiles + job) * kFragment, 16));
-    }
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = stream * kSteps + i;
+    const rl::FragBF16 a = rl::load_rows_lds(rows + step * 16, kRowStride);
+    if (job == kColTiles) rl::mma(sum, a, a);
+    else rl::mma(sum, a, rl::load_rows(weights + (step * kColTiles + job) * kFragment, 16));
   }
+  return sum;
+}
+RL_DEV float over_streams(float s0, float s1, float s2, float s3) { return (s0 + s1) + (s2 + s3); }
+RL_DEV rl::AccF32 project(const rl_u16* rows, const rl_u16* weights, int job) {
+  rl::AccF32 sums[kStreams];
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) sums[stream] = project_stream(rows, weights, stream, job);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    sums[0].v[i] = (sums[0].v[i] + sums[1].v[i]) + (sums[2].v[i] + sums[3].v[i]);
+    sums[0].v[i] = over_streams(sums[0].v[i], sums[1].v[i], sums[2].v[i], sums[3].v[i]);
   return sums[0];
 }
 
-// Every wave's sums, from LDS: components added, least first.
-RL_DEV void write_partials(float* partials, const float* sums, int row0, int n_rows) {
-  for (int i = rl_tid(); i < kPassRows * kPartials; i += kPassThreads) {
+// A wave's sums into LDS: columns, and the squares behind them.
+RL_DEV void leave(float* sums, const rl::AccF32& acc, int job) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float* row = sums + rl::acc_row(i) * kSumStride;
+    if (job < kColTiles) row[job * 16 + rl::acc_col(i)] = acc.v[i];
+    else if (rl::acc_row(i) == rl::acc_col(i)) row[kColTiles * 16] = acc.v[i];
+  }
+}
+
+// Every wave's sums, from LDS, in kParts of which each has a stream, or in one: components added, least first.
+template <int kParts> RL_DEV void write_partials(float* partials, const float* sums, int row0, int n_rows) {
+  for (int i = rl_tid(); i < (kParts > 1 ? kTileRows : kPassRows) * kPartials; i += kPassThreads) {
     const int row = row0 + i / kPartials, z = i % kPartials;
     if (row >= n_rows) continue;
-    const float* at = sums + i / kPartials * kSumStride;
+    const auto sum = [&](int column) {
+      constexpr int kPart = kTileRows * kSumStride;
+      const float* at = sums + i / kPartials * kSumStride + column;
+      return kParts > 1 ? over_streams(at[0], at[kPart], at[2 * kPart], at[3 * kPart]) : at[0];
+    };
     partials[((rl_i64)row * kSegments + rl_bid_x()) * kPartials + z] =
-        z < kSums ? (at[2 * kSums + z] + at[kSums + z]) + at[z] : at[kColTiles * 16];
+        z < kSums ? (sum(2 * kSums + z) + sum(kSums + z)) + sum(z) : sum(kColTiles * 16);
   }
 }
 
@@ -139,21 +158,34 @@ RL_DEV void pass(rl_u16* lds, const Pass& a) {
   stage_rows(lds, a.merged, a.collapsed, a.streams, a.sublayer, a.post, a.comb, a.pre, row0, a.n_rows);
   if (!a.weights) return;
   rl_sync();
-  const int job = rl::wave() % kColJobs, tile_row = rl::wave() / kColJobs * kTileRows;
   constexpr int kSegmentWeights = kStreams * kSteps * kColTiles * kFragment;
-  rl::AccF32 acc = {};
-  if (row0 + tile_row < a.n_rows)
-    acc = project(lds + tile_row * kRowStride, a.weights + (rl_i64)rl_bid_x() * kSegmentWeights, job);
-  rl_sync();
+  const rl_u16* weights = a.weights + (rl_i64)rl_bid_x() * kSegmentWeights;
   float* sums = (float*)lds;
+  if (a.n_rows <= kTileRows) {
+    constexpr int kWaves = kColJobs * kRowTiles, kOwnJobs = kStreams / kRowTiles;
+    rl::AccF32 acc[kOwnJobs];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float* row = sums + (tile_row + rl::acc_row(i)) * kSumStride;
-    if (job < kColTiles) row[job * 16 + rl::acc_col(i)] = acc.v[i];
-    else if (rl::acc_row(i) == rl::acc_col(i)) row[kColTiles * 16] = acc.v[i];
+    for (int k = 0; k < kOwnJobs; ++k) {
+      const int job = rl::wave() + k * kWaves;
+      acc[k] = project_stream(lds, weights, job / kColJobs, job % kColJobs);
+    }
+    rl_sync();
+#pragma unroll
+    for (int k = 0; k < kOwnJobs; ++k) {
+      const int job = rl::wave() + k * kWaves;
+      leave(sums + job / kColJobs * kTileRows * kSumStride, acc[k], job % kColJobs);
+    }
+    rl_sync();
+    write_partials<kStreams>(a.partials, sums, row0, a.n_rows);
+    return;
   }
+  const int job = rl::wave() % kColJobs, tile_row = rl::wave() / kColJobs * kTileRows;
+  rl::AccF32 acc = {};
+  if (row0 + tile_row < a.n_rows) acc = project(lds + tile_row * kRowStride, weights, job);
   rl_sync();
-  write_partials(a.partials, sums, row0, a.n_rows);
+  leave(sums + tile_row * kSumStride, acc, job);
+  rl_sync();
+  write_partials<1>(a.partials, sums, row0, a.n_rows);
 }
 
 #define PASS_ARGUMENTS                                                                                            \
@@ -231,11 +263,22 @@ RL_DEV void mix_row(const Mix& a, float total, rl_i64 row) {
       const float *scale, const float *base, float norm_eps, float eps, int n_iters
 #define MIX {new_pre, new_post, new_comb, sums, scale, base, norm_eps, eps, n_iters}
 
-RL_KERNEL(kNormThreads) mhc_finish(FINISH_ARGUMENTS) {
-  RL_DYN_SHARED(float, lds);
+constexpr int kFinishThreads = kNormThreads + 32;
+RL_KERNEL(kFinishThreads) mhc_finish(FINISH_ARGUMENTS) {
+  typedef Norm<WIDTH> N;
+  RL_DYN_SHARED(float, squares);  // [4]
   const rl_i64 row = rl_bid_x();
-  Norm<WIDTH>::by_group(Normed::at(normed, rounded, row * WIDTH), normed + row * WIDTH, weight, norm_eps, lds);
-  if (sums && rl::wave() == 0) mix_row(MIX, over_row_segments(sums, row), row);
+  if (rl::wave() == N::kWaves) {
+    const float total = sums ? over_row_segments(sums, row) : 0.0f;
+    rl_sync();
+    if (sums) mix_row(MIX, total, row);
+    return;
+  }
+  const typename N::Own own = N::load(normed + row * WIDTH, rl_tid());
+  const float sum = rl::wave_sum(N::squares(own, rl_tid()));
+  if (rl::lane() == 0) squares[rl::wave()] = sum;
+  rl_sync();
+  N::store(Normed::at(normed, rounded, row * WIDTH), own, weight, N::inverse_of(squares, norm_eps), rl_tid());
 }
 RL_EXPORT(mhc_finish)
 
@@ -245,28 +288,44 @@ RL_KERNEL(kPassThreads) mhc_few(PASS_ARGUMENTS, FINISH_ARGUMENTS, int* counter) 
   if (!rl::last_of(kSegments, counter, (int*)lds)) return;
   // In two steps, each of which waits for memory once: what is added up of every row, and what comes of it.
   typedef Norm<WIDTH> N;
-  constexpr int kWaves = kPassThreads / 32;
+  constexpr int kWaves = kPassThreads / 32, kRowPieces = WIDTH / kPiece, kAtOnce = 2;
+  const int n_mixing = sums ? n_rows < kWaves / 2 ? n_rows : kWaves / 2 : 0;  // the last waves, which do nothing else
+  const int n_pieces = n_rows * kRowPieces, stride = (kWaves - n_mixing) * 32;
+  rl::Words4 own[kAtOnce], by[kAtOnce];
+  const auto read = [&](int start) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = start + j * stride + rl_tid(), piece = at < n_pieces ? at : n_pieces - 1;
+      own[j] = load_words(normed + (rl_i64)piece * kPiece);
+      by[j] = load_words(weight + piece % kRowPieces * kPiece);
+    }
+  };
+  read(0);
   float* squares = (float*)lds + 4;  // [R, 4], behind last_of's word
-  float* totals = squares + kPassRows * N::kWaves;  // [R, 32]
+  float* totals = squares + kTileRows * N::kWaves;  // [R, 32]
   const int n_quarters = n_rows * N::kWaves, n_jobs = n_quarters + (sums ? n_rows : 0);
   for (int job = rl::wave(); job < n_jobs; job += kWaves) {
-    const int row = job / N::kWaves;
     if (job < n_quarters) {
-      const float sum = N::sum_of_wave(normed + (rl_i64)row * WIDTH, job % N::kWaves);
+      const float sum = N::sum_of_wave(normed + (rl_i64)(job / N::kWaves) * WIDTH, job % N::kWaves);
       if (rl::lane() == 0) squares[job] = sum;
     } else {
       totals[(job - n_quarters) * 32 + rl::lane()] = over_row_segments(sums, job - n_quarters);
     }
   }
   rl_sync();
-  const Mix a = MIX;
-  for (int job = rl::wave(); job < n_jobs; job += kWaves) {
-    const int row = job / N::kWaves;
-    if (job < n_quarters) {
-      const Normed out = Normed::at(normed, rounded, (rl_i64)row * WIDTH);
-      N::store_of_wave(out, out.row, weight, norm_eps, squares + row * N::kWaves, job % N::kWaves);
-    } else {
-      mix_row(a, totals[(job - n_quarters) * 32 + rl::lane()], job - n_quarters);
+  const int mixing = rl::wave() - (kWaves - n_mixing);
+  if (mixing >= 0) {
+    const Mix a = MIX;
+    for (int row = mixing; row < n_rows; row += n_mixing) mix_row(a, totals[row * 32 + rl::lane()], row);
+    return;
+  }
+  for (int start = 0; start < n_pieces; start += kAtOnce * stride) {  // all of a wave go round as often
+    if (start) read(start);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = start + j * stride + rl_tid(), row = (at < n_pieces ? at : n_pieces - 1) / kRowPieces;
+      const float inverse = N::inverse_of(squares + row * N::kWaves, norm_eps);
+      N::store_piece({normed, rounded}, (rl_i64)at * kPiece, own[j], by[j], inverse, at < n_pieces);
     }
   }
 }

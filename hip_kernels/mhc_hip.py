@@ -22,7 +22,7 @@ STREAMS, SUMS = 4, 24
 SEGMENT, ROWS = 128, 32  # a workgroup's channels of each stream, and rows
 COL_TILES = 5
 PASS_LDS_BYTES = ROWS * (STREAMS * SEGMENT + 8) * 2
-# One workgroup finishes these: of more rows a launch of its own is quicker (docs/decode_path.md). At most ROWS.
+# One workgroup finishes these: of more rows a launch of its own is quicker (docs/decode_path.md). At most 16.
 FEW_ROWS = 2
 _PASS, _FINISH = "P" * 9 + "i", "P" * 9 + "ffi"
 
@@ -32,7 +32,7 @@ def _kernels(width: int) -> tuple[Kernel, Kernel, Kernel]:
     defines = {"WIDTH": width}
     return (
         Kernel("mhc.hip", "mhc_pass", _PASS, threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
-        Kernel("mhc.hip", "mhc_finish", _FINISH, threads=128, defines=defines, lds_bytes=16),
+        Kernel("mhc.hip", "mhc_finish", _FINISH, threads=160, defines=defines, lds_bytes=16),
         Kernel("mhc.hip", "mhc_few", _PASS + _FINISH + "P", threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
     )
 

@@ -44,23 +44,35 @@ template <int kWidth> struct Norm {
     return sum;
   }
 
+  // Eight channels from `at` on of all rows that `out` has; lanes that have none go along: they round together.
+  RL_DEV void store_piece(const Normed& out, rl_i64 at, const rl::Words4& own, const rl::Words4& weight, float inverse,
+                          bool real) {
+    Piece x = unpack(own);
+    const Piece w = unpack(weight);
+#pragma unroll
+    for (int c = 0; c < kPiece; ++c) x.v[c] = w.v[c] * (x.v[c] * inverse);
+    rl::Words4 words = pack(x);
+    if (real) store_words(out.row + at, words);
+    if (!out.rounded) return;
+    words = round_words(words);
+    if (real) store_words(out.rounded + at, words);
+  }
+
   RL_DEV void store(const Normed& out, const Own& own, const rl_u16* weight, float inverse, int thread) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const bool real = channel(i, thread) < kWidth;  // the lanes that have none go along: they round together
-      rl::Words4 words = {};
-      if (real) {
-        Piece x = unpack(own.words[i]);
-        const Piece w = load_piece(weight + channel(i, thread));
-#pragma unroll
-        for (int c = 0; c < kPiece; ++c) x.v[c] = w.v[c] * (x.v[c] * inverse);
-        words = pack(x);
-        store_words(out.row + channel(i, thread), words);
-      }
-      if (!out.rounded) continue;
-      words = act_round(unpack(words));
-      if (real) store_words(out.rounded + channel(i, thread), words);
+      const int at = channel(i, thread);
+      const bool real = at < kWidth;
+      store_piece(out, at, real ? own.words[i] : rl::Words4{}, real ? load_words(weight + at) : rl::Words4{}, inverse, real);
     }
+  }
+
+  // Of the four waves' sums.
+  RL_DEV float inverse_of(const float* sums, float eps) {
+    float total = sums[0];
+#pragma unroll
+    for (int i = 1; i < kWaves; ++i) total += sums[i];
+    return inverse_rms(total, kWidth, eps);
   }
 
   // By a workgroup of kNormThreads; out.row may be row. sums: a float a wave.
@@ -78,10 +90,7 @@ template <int kWidth> struct Norm {
   }
   RL_DEV void store_of_wave(const Normed& out, const rl_u16* row, const rl_u16* weight, float eps, const float* sums,
                             int w) {
-    float total = sums[0];
-#pragma unroll
-    for (int i = 1; i < kWaves; ++i) total += sums[i];
     const int thread = 32 * w + rl::lane();
-    store(out, load(row, thread), weight, inverse_rms(total, kWidth, eps), thread);
+    store(out, load(row, thread), weight, inverse_of(sums, eps), thread);
   }
 };

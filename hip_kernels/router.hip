@@ -85,6 +85,18 @@ RL_KERNEL(kThreads) router_choose(float* scores,  // [R, E], may be the logits
 }
 RL_EXPORT(router_choose)
 
+// The wave's tile of columns over its segment of n of a row's blocks, left in LDS.
+template <class R>
+RL_DEV void multiply(rl_u16* lds, const WeightBf16& weight, const rl_u16* x, int n_rows, int blocks, int n) {
+  FewStream<WeightBf16, 1, R> stream = {{weight}, x, {}};
+#pragma unroll
+  for (int i = 0; i < R::kOwn; ++i)
+    stream.row_bytes[i] = 2u * kStep * (rl_u32)(smaller(R::own_row(i), n_rows - 1) * blocks);
+  typename R::Sums acc[1];
+  few_product<WeightBf16, 1, kAhead>(acc, lds + rl::wave() * kOwnElements, stream, n);
+  leave_sums<R>((float*)lds, acc);
+}
+
 RL_KERNEL(kThreads) router_few(float* scores, int* ids, float* weights,
                                rl_u16* rounded,    // [R, D] the rows through ActQuant8, or null
                                int* counter,       // 0, before and after
@@ -96,21 +108,17 @@ RL_KERNEL(kThreads) router_few(float* scores, int* ids, float* weights,
   const int n_pieces = rounded ? n_rows * blocks * (kStep / kPiece) : 0;
   for (int start = rl_bid_x() * kThreads; start < n_pieces; start += n_workgroups * kThreads) {
     const int i = start + rl_tid();  // groups of four are there or not; lanes that have none go along
-    const rl::Words4 words = act_round(load_piece(x + smaller(i, n_pieces - 1) * kPiece));
+    const rl::Words4 words = round_words(load_words(x + smaller(i, n_pieces - 1) * kPiece));
     if (i < n_pieces) store_words(rounded + i * kPiece, words);
   }
 
   const int tiles = (n_experts + kTile - 1) / kTile, own_tiles = kWaves / n_segments, tile0 = rl_bid_x() * own_tiles;
   const int tile = smaller(tile0 + rl::wave() / n_segments, tiles - 1), first = rl::wave() % n_segments * segment;
-  FewStream<WeightBf16, 1> stream = {
-      {WeightBf16::at({gate, nullptr}, (rl_i64)tile * blocks + first)}, x + first * kStep, {}};
-#pragma unroll
-  for (int i = 0; i < rl::kFragRows; ++i)
-    stream.row_bytes[i] = 2u * kStep * (rl_u32)(smaller(rl::frag_row(i), n_rows - 1) * blocks);
-  rl::AccF32 acc[1];
-  few_product<WeightBf16, 1, kAhead>(acc, lds + rl::wave() * kOwnElements, stream, smaller(segment, blocks - first));
+  const WeightBf16 own_weight = WeightBf16::at({gate, nullptr}, (rl_i64)tile * blocks + first);
+  const int n_blocks = smaller(segment, blocks - first);
+  if (rl::EightRows::serve(n_rows)) multiply<rl::EightRows>(lds, own_weight, x + first * kStep, n_rows, blocks, n_blocks);
+  else multiply<rl::SixteenRows>(lds, own_weight, x + first * kStep, n_rows, blocks, n_blocks);
   float* sums = (float*)lds;
-  leave_sums(sums, acc);
   for (int i = rl_tid(); i < own_tiles * kTile * kTile; i += kThreads) {
     const int own = i / (kTile * kTile), row = i / kTile % kTile, col = (tile0 + own) * kTile + i % kTile;
     if (row < n_rows && col < n_experts)
