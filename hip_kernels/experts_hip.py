@@ -263,14 +263,20 @@ def experts_hip(
         _mixture_down(ids_i32, routed.w2, shared.w2, room, out_bf16)
         return
     _routed(rounded_bf16, ids_i32, weights_f32, routed, limit, room)
-    none = (None, None, None)
-    dims = (n_rows, shared.w1.n_out, *_depth(shared.w1), 1, limit)
-    grid = (-(-shared.w1.n_out // UP_COLS), -(-n_rows // TILE_ROWS))
-    args = (room.shared_hidden_bf16, rounded_bf16, *_codes(shared), *none, *dims)
-    launch(_SHARED_UP, grid=grid, args=args, lds_bytes=_SHARED_UP.lds_bytes)
+    shared_up_hip(rounded_bf16, shared, limit, room.shared_hidden_bf16)
     fp8_linear_hip(room.shared_hidden_bf16, shared.w2, room.shared_bf16, room.sums_f32)
     grid = (-(-width // (8 * THREADS)), n_rows)
     launch(_SUM, grid=grid, args=(out_bf16, room.routed_bf16, room.shared_bf16, ids_i32, width, k))
+
+
+def shared_up_hip(rounded_bf16: Tensor, shared: ExpertWeights, limit: float, hidden_bf16: Tensor) -> None:
+    """Fill hidden_bf16 [R, I] from rounded_bf16 [R, D]: gate and up, clamp and SiLU, ActQuant8. For any rows."""
+    n_rows, n_inner = hidden_bf16.shape
+    none = (None, None, None)
+    dims = (n_rows, n_inner, *_depth(shared.w1), 1, limit)
+    grid = (-(-n_inner // UP_COLS), -(-n_rows // TILE_ROWS))
+    args = (hidden_bf16, rounded_bf16, *_codes(shared), *none, *dims)
+    launch(_SHARED_UP, grid=grid, args=args, lds_bytes=_SHARED_UP.lds_bytes)
 
 
 def _depth(tiles: WeightTiles) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rocline.hip_kernels.act_quant import act_round8_hip
 from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.experts import swiglu_ref
-from rocline.hip_kernels.experts_hip import ExpertRoom, ExpertWeights, experts_hip, prepare_fp4_weight
+from rocline.hip_kernels.experts_hip import ExpertRoom, ExpertWeights, experts_hip, prepare_fp4_weight, shared_up_hip
 from rocline.hip_kernels.formats import dequantise_tiles, e2m1x2_decode, e8m0_decode
 from rocline.hip_kernels.grouped_projection_hip import grouped_projection_hip
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
@@ -182,19 +182,43 @@ def bench_dense(n_rows: int, repeats: int) -> None:
         x, outs = random_rows(n_rows, n_in), [bf16(n_rows, n_out) for n_out in widths]
         room = workspace_for(n_rows, *sets[0])
         both = [list(map(Product, tiles, outs)) for tiles in sets]
-        ours = many_ms([partial(multiply_together, "dense", x, products, room) for products in both], repeats)
-        wide = [torch.cat([dequantise_tiles(*weight) for weight in each]).T for each in weights]
-        out = bf16(n_rows, sum(widths))
-        theirs = many_ms([partial(torch.mm, x, w, out=out) for w in wide], repeats)
-        tera_ops = 2 * n_rows * sum(widths) * n_in / 1e12
-        report(
-            f"{' and '.join(names)}, dense",
-            ours,
-            rows=n_rows,
-            tflops=round(tera_ops / ours * 1e3, 1),
-            library_tflops=round(tera_ops / theirs * 1e3, 1),
-            of_library=round(theirs / ours, 3),
-        )
+        calls = [partial(multiply_together, "dense", x, products, room) for products in both]
+        _against_library(" and ".join(names), x, calls, weights, repeats)
+
+
+def bench_shared_up(n_rows: int, repeats: int) -> None:
+    """The shared expert's gate and up as the engine launches them, SiLU and ActQuant8 included; the library has none of
+    those, and both weights as one."""
+    weights = [[random_fp8(*DENSE["shared w1"], seed + up) for up in (0, 2)] for seed in range(2)]
+    x, hidden = random_rows(n_rows, WIDTH), bf16(n_rows, INNER)
+    calls = []
+    for gate, up in ([prepare_fp8_weight(weight) for weight in each] for each in weights):
+        calls.append(partial(shared_up_hip, x, ExpertWeights(gate, up, gate), Layer.LIMIT, hidden))
+    _against_library("shared w1 and w3 with SiLU and ActQuant8", x, calls, weights, repeats)
+
+
+def _against_library(
+    what: str,
+    x: Tensor,
+    calls: Sequence[Callable[[], object]],
+    weights: Sequence[Sequence[Fp8Weight]],
+    repeats: int,
+) -> None:
+    """calls: the rows x with each of `weights`, of which the library multiplies all together."""
+    ours = many_ms(calls, repeats)
+    wide = [torch.cat([dequantise_tiles(*weight) for weight in each]).T for each in weights]
+    (n_rows, n_in), n_out = x.shape, wide[0].shape[1]
+    out = bf16(n_rows, n_out)
+    theirs = many_ms([partial(torch.mm, x, w, out=out) for w in wide], repeats)
+    tera_ops = 2 * n_rows * n_out * n_in / 1e12
+    report(
+        f"{what}, dense",
+        ours,
+        rows=n_rows,
+        tflops=round(tera_ops / ours * 1e3, 1),
+        library_tflops=round(tera_ops / theirs * 1e3, 1),
+        of_library=round(theirs / ours, 3),
+    )
 
 
 def bench_head(copied: float, repeats: int) -> None:
@@ -311,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench_together(n_rows, args.repeats)
         for n_rows in (48, 128, 2048):
             bench_dense(n_rows, args.repeats)
+            bench_shared_up(n_rows, args.repeats)
         bench_router(args.repeats)
         bench_experts(copied, args.repeats)
     return 0
