@@ -1,10 +1,10 @@
 // Routed FP4 experts and the shared FP8 one (experts_hip.py; backbone.md section 10).
 //
-// At most 16 rows, R * (k + 1) <= 128; side by side workgroups have n_runs times 32 or 64 columns, above each other the
+// At most 16 rows, R * (k + 1) <= 128; side by side workgroups have 64 or 128 columns, in two runs, above each other the
 // shared expert, in S / 4 of them where it has S segments, and the pairs of a row and a choice:
-//   mixture_up         gate and up, clamp and SiLU, the routing weight, ActQuant8. Grid (ceil(I / 32 n_runs), 1 + R k)
+//   mixture_up         gate and up, clamp and SiLU, the routing weight, ActQuant8. Grid (ceil(I / 64), 1 + R k)
 //   mixture_down       outputs, and by the last workgroup at some columns their sum: a row's experts by ascending id,
-//                      the shared one last. Grid (ceil(D / 64 n_runs), S / 4 + R k)
+//                      the shared one last. Grid (ceil(D / 128), S / 4 + R k)
 // More rows, in tiles of one expert each (expert_sort.hip):
 //   *_up_few, _64      Grid (ceil(I / 64), tiles)
 //   routed_down_*      Grid (ceil(D / 128), tiles)
@@ -15,7 +15,7 @@
 // 256 threads = 8 waves; LDS as the binding says. A tile has at most 16 rows (few) or 64. What is done for a row
 // depends on nothing but that row, wherever it was sorted to.
 //
-// Budget on gfx1100: mixture_up: 160 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
+// Budget on gfx1100: mixture_up: 168 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
 // Budget on gfx1100: mixture_down: 160 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
 // Budget on gfx1100: routed_up_few: 152 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
 // Budget on gfx1100: routed_down_few: 152 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
@@ -31,6 +31,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kSegments = 4;  // of K, but for the shared expert's w2
+constexpr int kRuns = 2;      // of a workgroup's columns where rows are few
 
 // ---- what the matrix kernels share ----
 
@@ -106,11 +107,11 @@ RL_DEV float act_round_one(float v, int scale) {
 // A wave has gate and up of one tile of columns, and one of the segments; in each run 32 columns more.
 constexpr int kUpCols = kWaves / kSegments * kTile;
 static_assert(kUpCols == 32, "one of ActQuant8's groups");
-constexpr int kUpAheadFp4 = 4, kUpAheadFp8 = 2, kDownAhead = 3;  // blocks on their way: whole rounds at the release's K
+constexpr int kUpAheadFp4 = 4, kUpAheadFp8 = 4, kDownAhead = 3;  // blocks on their way: whole rounds at the release's K
 template <class R, class W, int kAhead>
-RL_DEV void up_few(float* lds, const Up<W>& a, const FewRows& rows, int most_runs) {
-  const int col0 = rl_bid_x() * most_runs * kUpCols, first = rl::wave() % kSegments * a.segment;
-  const int n_runs = smaller(most_runs, (a.n_inner - col0 + kUpCols - 1) / kUpCols);
+RL_DEV void up_few(float* lds, const Up<W>& a, const FewRows& rows) {
+  const int col0 = rl_bid_x() * kRuns * kUpCols, first = rl::wave() % kSegments * a.segment;
+  const int n_runs = smaller(kRuns, (a.n_inner - col0 + kUpCols - 1) / kUpCols);
   const int col_tiles = (a.n_inner + kTile - 1) / kTile;
 #pragma unroll 1
   for (int row0 = 0; row0 < rows.n_rows && n_runs > 0; row0 += R::kMost) {
@@ -150,9 +151,9 @@ template <class W> struct Down {
 // in each run as many kDownCols further on.
 constexpr int kDownCols = kWaves / kSegments * 2 * kTile;
 template <class R, class W>
-RL_DEV void down_few(float* lds, const Down<W>& a, const FewRows& rows, int col0, int n_segments, int most_runs) {
+RL_DEV void down_few(float* lds, const Down<W>& a, const FewRows& rows, int col0, int n_segments) {
   const int first = rl::wave() % n_segments * a.segment, own_cols = kWaves / n_segments * 2 * kTile;
-  const int n_runs = smaller(most_runs, (a.n_out - col0 + kDownCols - 1) / kDownCols);
+  const int n_runs = smaller(kRuns, (a.n_out - col0 + kDownCols - 1) / kDownCols);
   const int col_tiles = (a.n_out + kTile - 1) / kTile;
 #pragma unroll 1
   for (int row0 = 0; row0 < rows.n_rows && n_runs > 0; row0 += R::kMost) {
@@ -259,8 +260,6 @@ RL_DEV void down_64(rl_u16* lds, const Down<WeightFp4>& a, const RowTile& tile) 
 
 // ---- kernels for more rows ----
 
-constexpr int kSortedRuns = 2;  // of the few kernels
-
 #define UP_ARGUMENTS                                                                                         \
   rl_u16 *hidden, const rl_u16 *x, const rl_u8 *gate, const rl_u8 *gate_scales, const rl_u8 *up,            \
       const rl_u8 *up_scales, const int *tiles, const int *pairs, const float *weights, int n_rows,          \
@@ -274,8 +273,8 @@ constexpr int kSortedRuns = 2;  // of the few kernels
 RL_KERNEL(kThreads) routed_up_few(UP_ARGUMENTS) {
   RL_DYN_SHARED(float, sums);
   const FewRows rows = few_rows_of(sorted_tile(tiles, pairs));
-  if (rl::EightRows::serve(rows.n_rows)) up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, rows, kSortedRuns);
-  else up_few<rl::SixteenRows, WeightFp4, kUpAheadFp4>(sums, UP, rows, kSortedRuns);
+  if (rl::EightRows::serve(rows.n_rows)) up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, rows);
+  else up_few<rl::SixteenRows, WeightFp4, kUpAheadFp4>(sums, UP, rows);
 }
 RL_EXPORT(routed_up_few)
 
@@ -295,11 +294,11 @@ RL_EXPORT(shared_up_64)
 RL_KERNEL(kThreads) routed_down_few(DOWN_ARGUMENTS) {
   RL_DYN_SHARED(float, sums);
   const FewRows rows = few_rows_of(sorted_tile(tiles, pairs));
-  const int col0 = rl_bid_x() * kSortedRuns * kDownCols;
+  const int col0 = rl_bid_x() * kRuns * kDownCols;
   if (rl::EightRows::serve(rows.n_rows))
-    down_few<rl::EightRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
+    down_few<rl::EightRows, WeightFp4>(sums, DOWN, rows, col0, kSegments);
   else
-    down_few<rl::SixteenRows, WeightFp4>(sums, DOWN, rows, col0, kSegments, kSortedRuns);
+    down_few<rl::SixteenRows, WeightFp4>(sums, DOWN, rows, col0, kSegments);
 }
 RL_EXPORT(routed_down_few)
 
@@ -321,17 +320,17 @@ RL_KERNEL(kThreads) mixture_up(rl_u16* hidden,         // [R k, I] by pair, thro
                                const int* ids,        // [R, k] distinct in a row
                                const float* weights,  // [R, k]
                                int n_rows, int n_inner, int shared_inner, int blocks, int segment, int k, float limit,
-                               int n_arrived, int n_runs) {
+                               int n_arrived) {
   RL_DYN_SHARED(float, sums);
   if (rl_bid_y() == 0) {
     if (rl_bid_x() == 0)
       for (int i = rl_tid(); i < n_arrived; i += kThreads) arrived[i] = 0;
     const Up<WeightE4m3> a = {shared_hidden, x, {shared_gate, shared_gate_scales}, {shared_up, shared_up_scales},
                               nullptr, shared_inner, blocks, segment, 1, limit};
-    up_few<rl::EightRows, WeightE4m3, kUpAheadFp8>(sums, a, few_rows_of({0, n_rows, nullptr, 0}), n_runs);
+    up_few<rl::EightRows, WeightE4m3, kUpAheadFp8>(sums, a, few_rows_of({0, n_rows, nullptr, 0}));
     return;
   }
-  up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, few_rows_of(ids, rl_bid_y() - 1, n_rows * k), n_runs);
+  up_few<rl::EightRows, WeightFp4, kUpAheadFp4>(sums, UP, few_rows_of(ids, rl_bid_y() - 1, n_rows * k));
 }
 RL_EXPORT(mixture_up)
 
@@ -379,20 +378,20 @@ RL_KERNEL(kThreads) mixture_down(rl_u16* sum,     // [R, D]
                                  const rl_u16* hidden, const rl_u16* shared_hidden, const rl_u8* codes,
                                  const rl_u8* scales, const rl_u8* shared_codes, const rl_u8* shared_scales,
                                  const int* ids, int n_rows, int n_out, int blocks, int segment, int shared_blocks,
-                                 int shared_segment, int shared_segments, int k, int n_runs) {
+                                 int shared_segment, int shared_segments, int k) {
   RL_DYN_SHARED(float, sums);
   const int n_shared = shared_segments / kSegments, own = rl_bid_y() - n_shared;
-  const int col0 = rl_bid_x() * n_runs * kDownCols;
+  const int col0 = rl_bid_x() * kRuns * kDownCols;
   if (own < 0) {
     const Down<WeightE4m3> a = {shared, shared_hidden, {shared_codes, shared_scales}, n_out, shared_blocks,
                                 shared_segment};
     const int own_col0 = col0 + rl_bid_y() * (kDownCols / n_shared);
-    down_few<rl::EightRows>(sums, a, few_rows_of({0, n_rows, nullptr, 0}), own_col0, shared_segments, n_runs);
+    down_few<rl::EightRows>(sums, a, few_rows_of({0, n_rows, nullptr, 0}), own_col0, shared_segments);
   } else {
-    down_few<rl::EightRows, WeightFp4>(sums, DOWN, few_rows_of(ids, own, n_rows * k), col0, kSegments, n_runs);
+    down_few<rl::EightRows, WeightFp4>(sums, DOWN, few_rows_of(ids, own, n_rows * k), col0, kSegments);
   }
   if (!rl::last_of(n_shared + n_rows * k, arrived + rl_bid_x(), (int*)sums + kMostTerms * kDownCols / 2)) return;
-  for (int run = 0; run < n_runs; ++run)
+  for (int run = 0; run < kRuns; ++run)
     add_experts((rl_u16*)sums, {sum, out, shared, ids, n_rows, n_out, k}, col0 + run * kDownCols);
 }
 RL_EXPORT(mixture_down)

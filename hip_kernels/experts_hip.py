@@ -33,9 +33,9 @@ MOST_TERMS = 128  # of rows' sums, the shared expert's included, that a workgrou
 # Pairs an expert has on average up to which 16-row tiles, bound by memory, are the faster ones.
 FEW_PAIRS_AN_EXPERT = 16
 UP_COLS, DOWN_COLS = 64, 128  # of a workgroup
-# Where rows are few a workgroup takes its columns in so many runs, one after the other; of a single row it has but one,
-# and as many fewer columns.
-RUNS = 2
+RUNS = 2  # of a workgroup's columns where rows are few, one after the other
+# Of mixture_*: the runs' sums; or the terms of a row's sum, and a word.
+MIXTURE_LDS_BYTES = max(RUNS * FEW_LDS_BYTES, MOST_TERMS * DOWN_COLS // RUNS * 2 + 16)
 MOST_EXPERTS = 384
 PREPARED_BYTES = 31 << 20  # of codes and scales, at a time: a part of Uploader
 Each = Callable[[Iterable[Sequence[Any]]], Iterable[Sequence[Tensor]]]
@@ -44,11 +44,6 @@ Each = Callable[[Iterable[Sequence[Any]]], Iterable[Sequence[Tensor]]]
 def sort_lds_bytes(n_experts: int) -> int:
     """Of expert_sort: counts for 32 waves, two prefix sums, and 32 words."""
     return (34 * (n_experts + 1) + 32) * 4
-
-
-def mixture_lds_bytes(runs: int) -> int:
-    """Of the kernels for few rows: the runs' sums; or the terms of a row's sum, and a word."""
-    return max(runs * FEW_LDS_BYTES, MOST_TERMS * DOWN_COLS // RUNS * 2 + 16)
 
 
 def _pair(name: str, arguments: str) -> dict[int, Kernel]:
@@ -63,12 +58,8 @@ def _pair(name: str, arguments: str) -> dict[int, Kernel]:
 _SORT = Kernel(
     "expert_sort.hip", "expert_sort", "PPPiiii", threads=SORT_THREADS, lds_bytes=sort_lds_bytes(MOST_EXPERTS)
 )
-_MIXTURE_UP = Kernel(
-    "experts.hip", "mixture_up", "P" * 14 + "iiiiiifii", threads=THREADS, lds_bytes=mixture_lds_bytes(RUNS)
-)
-_MIXTURE_DOWN = Kernel(
-    "experts.hip", "mixture_down", "P" * 11 + "i" * 9, threads=THREADS, lds_bytes=mixture_lds_bytes(RUNS)
-)
+_MIXTURE_UP = Kernel("experts.hip", "mixture_up", "P" * 14 + "iiiiiifi", threads=THREADS, lds_bytes=MIXTURE_LDS_BYTES)
+_MIXTURE_DOWN = Kernel("experts.hip", "mixture_down", "P" * 11 + "i" * 8, threads=THREADS, lds_bytes=MIXTURE_LDS_BYTES)
 _ROUTED_UP = _pair("routed_up", "PPPPPPPPPiiiiif")
 _SHARED_UP = Kernel(
     "experts.hip", "shared_up_64", "PPPPPPPPPiiiiif", threads=THREADS, lds_bytes=tiled_lds_bytes(TILE_ROWS)
@@ -142,16 +133,6 @@ def takes_two_launches(n_rows: int, k: int) -> bool:
     return n_rows <= FEW_ROWS and n_rows * (k + 1) <= MOST_TERMS
 
 
-def runs_for(n_rows: int) -> int:
-    """Of a workgroup where rows are few: a choice of speed, no bit depends on it."""
-    return 1 if n_rows == 1 else RUNS
-
-
-def _few_grid(width: int, cols: int, n_rows: int) -> int:
-    """Workgroups side by side, of cols columns in RUNS runs."""
-    return -(-width // (cols // RUNS * runs_for(n_rows)))
-
-
 def tile_rows_for(n_pairs: int, n_experts: int) -> int:
     """Rows of a tile: a choice of speed, no bit depends on it."""
     return FEW_ROWS if n_pairs <= FEW_PAIRS_AN_EXPERT * n_experts else TILE_ROWS
@@ -210,7 +191,7 @@ class ExpertRoom:
             ((n, width), torch.bfloat16),
             ((n_rows, shared.w1.n_out), torch.bfloat16),
             ((n_rows, width), torch.bfloat16),
-            ((_few_grid(width, DOWN_COLS, n_rows) if is_few else 0,), torch.int32),
+            ((-(-width // DOWN_COLS) if is_few else 0,), torch.int32),
             ((0 if is_few else n,), torch.int32),
             ((n_tiles, 4), torch.int32),
             ((0 if is_few else workspace_floats(n_rows, shared.w2),), torch.float32),
@@ -299,24 +280,23 @@ def _mixture_up(
     room: ExpertRoom,
 ) -> None:
     (n_rows, k), widths = ids_i32.shape, (routed.w1.n_out, shared.w1.n_out)
-    runs = runs_for(n_rows)
     outs = (room.hidden_bf16, room.shared_hidden_bf16, room.arrived_i32)
-    dims = (n_rows, *widths, *_depth(routed.w1), k, limit, len(room.arrived_i32), runs)
+    dims = (n_rows, *widths, *_depth(routed.w1), k, limit, len(room.arrived_i32))
     args: tuple[Argument, ...] = (*outs, x_bf16, *_codes(routed), *_codes(shared), ids_i32, weights_f32, *dims)
-    grid = (_few_grid(max(widths), UP_COLS, n_rows), 1 + n_rows * k)
-    launch(_MIXTURE_UP, grid=grid, args=args, lds_bytes=mixture_lds_bytes(runs))
+    grid = (-(-max(widths) // UP_COLS), 1 + n_rows * k)
+    launch(_MIXTURE_UP, grid=grid, args=args, lds_bytes=MIXTURE_LDS_BYTES)
 
 
 def _mixture_down(ids_i32: Tensor, w2: WeightTiles, shared_w2: WeightTiles, room: ExpertRoom, out_bf16: Tensor) -> None:
-    (n_rows, k), runs = ids_i32.shape, runs_for(len(ids_i32))
+    n_rows, k = ids_i32.shape
     shared_segments, shared_segment = segments_of(shared_w2)
     if shared_segments not in (SEGMENTS, 2 * SEGMENTS):
         raise BindError(f"experts: the shared w2 has {shared_segments} segments, want {SEGMENTS} or {2 * SEGMENTS}")
     outs = (out_bf16, room.routed_bf16, room.shared_bf16, room.arrived_i32, room.hidden_bf16, room.shared_hidden_bf16)
     weights = (w2.codes_u8, w2.scales_u8, shared_w2.codes_u8, shared_w2.scales_u8)
-    dims = (n_rows, w2.n_out, *_depth(w2), shared_w2.n_blocks, shared_segment, shared_segments, k, runs)
+    dims = (n_rows, w2.n_out, *_depth(w2), shared_w2.n_blocks, shared_segment, shared_segments, k)
     grid = (len(room.arrived_i32), shared_segments // SEGMENTS + n_rows * k)
-    launch(_MIXTURE_DOWN, grid=grid, args=(*outs, *weights, ids_i32, *dims), lds_bytes=mixture_lds_bytes(runs))
+    launch(_MIXTURE_DOWN, grid=grid, args=(*outs, *weights, ids_i32, *dims), lds_bytes=MIXTURE_LDS_BYTES)
 
 
 def _routed(
