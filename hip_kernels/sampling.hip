@@ -363,12 +363,14 @@ RL_DEV int choose_noisy(const Row& row, const Range& kept, float best, float min
 
 RL_DEV bool all_logits_finite(const float* logits, int n, Lds& lds) {
   bool broken = false;
-  for (int id = rl_tid(); id < n; id += kThreads) broken = broken || !finite(logits[id]);
+#pragma unroll 8  // with so many loads on their way: nothing here branches
+  for (int id = rl_tid(); id < n; id += kThreads) broken |= !finite(logits[id]);
   return !any(broken, lds);
 }
 
 RL_DEV Element best_of(const Row& row, Lds& lds) {
   Element best = {0, kNoId};
+#pragma unroll 8
   for (int id = rl_tid(); id < row.n; id += kThreads) {
     const Element e = {key_of(score_of(row, id)), id};
     if (before(e, best)) best = e;
