@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from rocline.engine.checkpoint import CheckpointError
@@ -29,6 +28,7 @@ from rocline.engine.model import Model
 from rocline.tools.device import DEVICE_ERRORS, add_device_options, check_device_options
 from rocline.tools.files import explained
 from rocline.tools.golden_decode import check_decode
+from rocline.tools.golden_file import read_golden
 from rocline.tools.golden_limits import MODEL_LIMITS
 from rocline.tools.golden_model import check_long, check_prefill
 from rocline.tools.golden_ops import FILE as OPS_FILE
@@ -138,7 +138,7 @@ def check_model(
         if part not in parts or f"{part}.safetensors" not in manifest["files"]:
             continue
         _say(f"{name}: {part}")
-        tensors = load_file(folder / f"{part}.safetensors")
+        tensors = read_golden(folder / f"{part}.safetensors")
         if part == "trace":
             check_trace(model, tensors, find)
         elif part == "prefill":

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rocline.engine.config import ModelConfig, TextConfig
@@ -32,6 +31,7 @@ from rocline.hip_kernels import (
 from rocline.hip_kernels.binding import run_tiles
 from rocline.hip_kernels.formats import RowFormat
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight
+from rocline.tools.golden_file import read_golden
 from rocline.tools.golden_report import Findings, bf16_ulps, relative, same_bits
 
 FILE = "ops.safetensors"
@@ -49,7 +49,7 @@ FAR_NEGATIVE_ROW = 7  # of the router tables: its scores are tiny, so they carry
 def check_ops(path: Path, find: Findings) -> None:
     """Compare every table of the file; one that no operator here means, or that is missing, has failed."""
     tables: Tables = {}
-    for name, tensor in load_file(path).items():
+    for name, tensor in read_golden(path).items():
         prefix, field = name.rsplit(".", 1)
         tables.setdefault(prefix, {})[field] = tensor.view(torch.uint8) if tensor.dtype == torch.int8 else tensor
     for prefix in sorted({*tables, *CHECKS} - {"rope"}):

@@ -171,7 +171,7 @@ def with_a_cut_trace(micro):
         (without_manifest, "not a manifest of golden data"),
         (of_another_configuration, "no limits are known for configuration 'huge', only for micro, tiny, tiny40"),
         (without_weights, "model.safetensors"),
-        (with_a_cut_trace, "Error while deserializing header"),
+        (with_a_cut_trace, "trace.safetensors: Error while deserializing: incomplete metadata"),
     ],
 )
 def test_a_damaged_folder_is_refused(micro, capsys, damage, message):
