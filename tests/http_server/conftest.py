@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from running_server import RunningServer, serving, wait_until
+from server_log import ServerLog
 from wire import Speaker
 
 from rocline.engine.config import ModelConfig
@@ -52,6 +53,12 @@ def _thaw() -> Iterator[None]:
     """A server that starts freezes what there is, here the tests' garbage too."""
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def server_log(capfd: pytest.CaptureFixture[str]) -> ServerLog:
+    """What servers log from here on."""
+    return ServerLog()
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def test_openai_raises_its_own_errors(client):
 # Failures on the way
 
 
-def test_a_failure_before_the_first_token(server, speaker, capfd):
+def test_a_failure_before_the_first_token(server, speaker, server_log):
     speaker.says(server.engine, "never said")
     for streamed in (False, True):
         server.engine.fail_next = "the logits of position 3 are not finite"
@@ -329,7 +329,7 @@ def test_a_failure_before_the_first_token(server, speaker, capfd):
             assert response.headers["x-should-retry"] == "false"
             assert response.json()["error"]["message"] == "the logits of position 3 are not finite"
     wait_until(server.quiet)
-    assert capfd.readouterr().err.count('"reason": "failed"') == 2
+    assert server_log.text().count('"reason": "failed"') == 2
 
 
 def test_a_failure_in_the_middle_is_an_event_then_the_end(server, speaker, client):

@@ -62,7 +62,7 @@ def busy(model_folder, config):
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("route", ROUTES)
-def test_b04_b06_b07_a_client_that_leaves_frees_its_place(busy, capfd, route, streamed, phase, leave):
+def test_b04_b06_b07_a_client_that_leaves_frees_its_place(busy, server_log, route, streamed, phase, leave):
     engine = busy.engine
     engine.cancels.clear()
     engine.chunk_s = engine.step_s = 0.05 if phase == "prefill" else 0.005
@@ -76,7 +76,7 @@ def test_b04_b06_b07_a_client_that_leaves_frees_its_place(busy, capfd, route, st
     wait_until(lambda: getattr(engine.stats(), {"queued": "queued", "prefill": "prefilling"}.get(phase, "decoding")))
     if phase == "queued":
         wait_until(lambda: engine.n_active == 2)
-    capfd.readouterr()
+    server_log.text()
     started_s = time.monotonic()
     leave(connection)
     n_left = 1 if phase == "queued" else 0
@@ -84,7 +84,7 @@ def test_b04_b06_b07_a_client_that_leaves_frees_its_place(busy, capfd, route, st
     wait_until(lambda: len(busy.serving.jobs) == n_left)
     assert time.monotonic() - started_s < LEAVE_S
     assert len(engine.cancels) == 1  # exactly one abort
-    assert '"reason": "disconnect"' in capfd.readouterr().err
+    assert '"reason": "disconnect"' in server_log.text()
     if other:
         other.close()
         wait_until(busy.quiet)
@@ -281,7 +281,7 @@ def test_a_body_that_stops_coming_is_given_up(serve):
 
 
 @pytest.mark.parametrize("leave", [None, half_close])
-def test_a_slow_reader_is_cut_and_holds_up_nobody(serve, capfd, leave):
+def test_a_slow_reader_is_cut_and_holds_up_nobody(serve, server_log, leave):
     server = serve(write_timeout_s=0.5, options=Options(running=2))
     server.engine.answer = lambda request: range(300, 300 + request.params.max_tokens)
     slow = socket.socket()
@@ -296,7 +296,7 @@ def test_a_slow_reader_is_cut_and_holds_up_nobody(serve, capfd, leave):
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 5}).status_code == 200
     wait_until(lambda: not server.serving.jobs, 5)
     assert server.engine.n_active == 0
-    reasons = re.findall(r'"route": "/generate".*"reason": "(\w+)"', capfd.readouterr().err)
+    reasons = re.findall(r'"route": "/generate".*"reason": "(\w+)"', server_log.text())
     assert len(reasons) == 1
     if not leave:
         assert server.n_tasks() < 12

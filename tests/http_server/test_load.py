@@ -53,7 +53,7 @@ def test_64_streams_at_once(wide):
     wait_until(wide.quiet)
 
 
-def test_500_requests_with_random_cancels_leave_nothing(wide, rng, capfd):
+def test_500_requests_with_random_cancels_leave_nothing(wide, rng, server_log):
     """Tasks, sockets, requests and jobs are as before, and each request that reached the engine has one log line."""
     chance = random.Random(int(rng.integers(2**32)))
     paths = {
@@ -63,7 +63,7 @@ def test_500_requests_with_random_cancels_leave_nothing(wide, rng, capfd):
     }
     assert wide.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
     wait_until(lambda: wide.quiet() and wide.n_tasks() < 10)
-    capfd.readouterr()
+    server_log.text()
     n_before, fds_before, submitted_before = wide.n_tasks(), n_fds(), wide.engine._n_requests
     outcomes = []
 
@@ -99,5 +99,5 @@ def test_500_requests_with_random_cancels_leave_nothing(wide, rng, capfd):
     wait_until(lambda: n_fds() <= fds_before)
     stats = wide.engine.stats()
     assert sum(stats.ended.values()) == wide.engine._n_requests
-    n_lines = capfd.readouterr().err.count('"event": "request"')
+    n_lines = server_log.text().count('"event": "request"')
     assert n_lines == wide.engine._n_requests - submitted_before

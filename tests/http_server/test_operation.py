@@ -23,11 +23,6 @@ SECRET = "a most secret sentence"
 MODEL = "deepseek-ai/DeepSeek-V4.1-Flash"
 
 
-def lines(capfd, event=None):
-    told = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    return [line for line in told if event in (None, line["event"])]
-
-
 # Loading and readiness
 
 
@@ -53,7 +48,7 @@ def test_while_the_engine_loads_health_is_503_and_live_is_200(serve):
     assert httpx.get(server.url + "/health").content == b""
 
 
-def test_an_engine_that_does_not_open_ends_the_server(serve, capfd):
+def test_an_engine_that_does_not_open_ends_the_server(serve, server_log):
     server = serve(start=False)
 
     def fail():
@@ -62,7 +57,7 @@ def test_an_engine_that_does_not_open_ends_the_server(serve, capfd):
     server.opening = fail
     server._thread.start()
     assert server.join() == EXIT_FAILED
-    assert lines(capfd, "failed")[0]["error"] == "ValueError: no such shard"
+    assert server_log.lines("failed")[0]["error"] == "ValueError: no such shard"
 
 
 def test_a_stop_while_the_engine_loads_does_not_wait_for_it(serve):
@@ -163,17 +158,17 @@ def test_headroom_by_device(serve):
 # Logs
 
 
-def test_a_request_has_one_line_with_its_figures_and_no_text(server, capfd, speaker):
+def test_a_request_has_one_line_with_its_figures_and_no_text(server, server_log, speaker):
     speaker.says(server.engine, f"{SECRET}<｜end▁of▁sentence｜>")
     server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "user": SECRET})
     server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [SECRET]}], "user": SECRET})
     server.post("/v1/completions", {"prompt": SECRET, "max_tokens": SECRET})
     server.post(f"/{SECRET}", {"prompt": SECRET})
     wait_until(server.quiet)
-    err = capfd.readouterr().err
-    assert SECRET not in err
-    assert "secret" not in err
-    lines = [json.loads(line) for line in err.splitlines()]
+    told = server_log.text()
+    assert SECRET not in told
+    assert "secret" not in told
+    lines = [json.loads(line) for line in told.splitlines()]
     (line,) = [line for line in lines if line["event"] != "running"]  # that of every 10 s may come in between
     assert set(line) == {
         "time", "event", "id", "choice", "route", "prompt_tokens", "cached_tokens", "output_tokens", "ttft_s",
@@ -185,7 +180,7 @@ def test_a_request_has_one_line_with_its_figures_and_no_text(server, capfd, spea
     assert re.fullmatch("[0-9a-f]{64}", line["output_ids_sha256"])
 
 
-def test_a_request_is_told_the_least_headroom_while_it_ran(serve, capfd):
+def test_a_request_is_told_the_least_headroom_while_it_ran(serve, server_log):
     """Not what was least before it began, nor while it waited for others."""
     server = serve(options=Options(running=1))
     engine, threads = server.engine, []
@@ -211,11 +206,11 @@ def test_a_request_is_told_the_least_headroom_while_it_ran(serve, capfd):
     for thread in threads:
         thread.join(10)
     wait_until(server.quiet)
-    told = {line["output_tokens"]: line["min_headroom_bytes"] for line in lines(capfd, "request")}
+    told = {line["output_tokens"]: line["min_headroom_bytes"] for line in server_log.lines("request")}
     assert told == {2: 4 << 30, 3: 7 << 30}
 
 
-def test_broken_requests_and_handlers_log_no_text(server, capfd, monkeypatch):
+def test_broken_requests_and_handlers_log_no_text(server, server_log, monkeypatch):
     for data in (f"NONSENSE {SECRET}\r\n\r\n", f"POST /generate HTTP/1.1\r\nContent-Length: {SECRET}\r\n\r\n"):
         with server.connect() as connection:
             connection.sendall(data.encode())
@@ -228,32 +223,32 @@ def test_broken_requests_and_handlers_log_no_text(server, capfd, monkeypatch):
     response = server.post("/v1/completions", {"prompt": SECRET})
     assert response.status_code == 500
     assert SECRET not in response.text
-    err = capfd.readouterr().err
-    assert "secret" not in err
-    (line,) = [json.loads(line) for line in err.splitlines()]
+    told = server_log.text()
+    assert "secret" not in told
+    (line,) = [json.loads(line) for line in told.splitlines()]
     assert (line["event"], line["error"]) == ("error", "RuntimeError")
     assert "test_operation.py" in line["where"]
 
 
-def test_one_line_at_the_start_and_one_now_and_then(serve, capfd, monkeypatch):
+def test_one_line_at_the_start_and_one_now_and_then(serve, server_log, monkeypatch):
     assert server_module.LOG_S == 10
     monkeypatch.setattr(server_module, "LOG_S", 0.1)
     monkeypatch.setattr(server_module, "TICK_S", 0.05)
     server = serve()
-    (start,) = lines(capfd, "start")
+    (start,) = server_log.lines("start")
     assert start["url"] == server.url
     assert start["options"]["chunk_rows"] == 1024
     assert start["stages"][0]["layers"] == [0, 1]
     time.sleep(0.2)
-    assert lines(capfd, "running") == []  # nothing runs
+    assert server_log.lines("running") == []  # nothing runs
     server.engine.gate.clear()
     thread = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": "a", "max_tokens": 2}))
+    running, began_s = [], time.monotonic()
     thread.start()
-    time.sleep(0.35)
+    wait_until(lambda: running.extend(server_log.lines("running")) or len(running) >= 3)
+    assert len(running) <= 1 + (time.monotonic() - began_s) / 0.1
     server.engine.gate.set()
     thread.join()
-    running = lines(capfd, "running")
-    assert 2 <= len(running) <= 4
     assert running[0]["prefilling"] == 1
     assert (running[0]["headroom_bytes"], running[0]["min_headroom_bytes"]) == ([3 << 30], 3 << 30)
 
@@ -261,7 +256,7 @@ def test_one_line_at_the_start_and_one_now_and_then(serve, capfd, monkeypatch):
 # The end
 
 
-def test_a_drain_lets_requests_end_and_takes_no_new_ones(serve, capfd):
+def test_a_drain_lets_requests_end_and_takes_no_new_ones(serve, server_log):
     server = serve(drain_s=10)
     server.engine.step_s = 0.01
     server.engine.answer = lambda request: [500] * 50
@@ -278,10 +273,10 @@ def test_a_drain_lets_requests_end_and_takes_no_new_ones(serve, capfd):
     thread.join(5)
     assert results[0].json()["choices"][0]["finish_reason"] == "length"
     assert server.join() == 0
-    assert lines(capfd, "end")[0]["drained"] is True
+    assert server_log.lines("end")[0]["drained"] is True
 
 
-def test_a_drain_has_an_end(serve, capfd):
+def test_a_drain_has_an_end(serve, server_log):
     server = serve(drain_s=0.2)
     server.engine.gate.clear()
     results = {}
@@ -302,12 +297,12 @@ def test_a_drain_has_an_end(serve, capfd):
     *_, error, done = frames(results[True].content)
     assert '"code":503' in error
     assert done == "data: [DONE]"
-    told = lines(capfd)
+    told = server_log.lines()
     assert [line["reason"] for line in told if line["event"] == "request"] == ["shutdown", "shutdown"]
     assert told[-1] == {**told[-1], "event": "end", "drained": False}
 
 
-def test_an_engine_that_fails_ends_the_server_with_a_code_to_restart_on(serve, capfd, monkeypatch):
+def test_an_engine_that_fails_ends_the_server_with_a_code_to_restart_on(serve, server_log, monkeypatch):
     monkeypatch.setattr(server_module, "TICK_S", 0.05)
     server = serve()
     server.engine.gate.clear()
@@ -322,7 +317,7 @@ def test_an_engine_that_fails_ends_the_server_with_a_code_to_restart_on(serve, c
     assert "stage 3 hangs" in error
     assert done == "data: [DONE]"
     assert server.join() == EXIT_ENGINE_FAILED
-    assert lines(capfd, "failed")[0]["error"] == "stage 3 hangs: restart the server"
+    assert server_log.lines("failed")[0]["error"] == "stage 3 hangs: restart the server"
 
 
 # systemd

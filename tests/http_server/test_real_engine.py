@@ -53,11 +53,11 @@ def fields(**more):
     return {"input_ids": PROMPT, "sampling_params": sampling} | more
 
 
-def test_the_answer_is_the_engines(real, want, capfd):
+def test_the_answer_is_the_engines(real, want, server_log):
     ids, sha256 = want
     assert real.post("/generate", fields()).json()["output_ids"] == ids
     wait_until(lambda: not real.serving.jobs)
-    assert f'"output_ids_sha256": "{sha256}"' in capfd.readouterr().err
+    assert f'"output_ids_sha256": "{sha256}"' in server_log.text()
 
 
 def test_the_published_protocol_in_small(real, want):
