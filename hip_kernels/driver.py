@@ -12,9 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +48,7 @@ def refuse_in_capture(doing: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class MemoryReading:
+class MemoryReading(NamedTuple):
     """One device's memory: free and total of the whole card, and what this process holds in slabs."""
 
     free_bytes: int
@@ -91,10 +89,13 @@ class Device:
         raise HipError(f"{self}: torch {torch.__version__} sees no GPU; install its ROCm build")
 
     def memory(self) -> MemoryReading:
-        """Read now. Raises HipError."""
-        with self.current():
-            free, total = check(hip().hipMemGetInfo(), f"hipMemGetInfo of device {self.index}")
-        return MemoryReading(free, total, self._slab_bytes, self._n_slabs_ever)
+        """Read now, and cheap: it is asked for ten times a second. Raises HipError."""
+        set_device(self.index)
+        result = hip().hipMemGetInfo()
+        set_device(here.device)
+        if result[0] != 0:
+            check(result, f"hipMemGetInfo of device {self.index}")
+        return MemoryReading(result[1], result[2], self._slab_bytes, self._n_slabs_ever)
 
     def allocate(self, n_bytes: int) -> Slab:
         """A slab of n_bytes, contents undefined. Raises HipError with what is free if it does not fit."""
@@ -154,7 +155,9 @@ def devices() -> tuple[Device, ...]:
 
 def set_device(index: int) -> None:
     """Make it the runtime's current device in this thread."""
-    check(hip().hipSetDevice(index), f"hipSetDevice to {index}")
+    result = hip().hipSetDevice(index)
+    if result[0] != 0:
+        check(result, f"hipSetDevice to {index}")
     here.made_on = index
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from rocline.pipeline.sysfs_cards import CardMemory, Sensors
 
 GIB = 1 << 30
+HIP_S = 1.0  # between two questions to HIP while sysfs shows no change
 SENSORS_S = 1.0  # between two looks at them: the card's firmware has to answer
 COARSE_S = 5.0
 REST_S = 1.0  # above the floor, until the next fall below it is another
 STILL_READINGS = 30  # of the sensors, the same again
 MOVED_BYTES, DISAGREE_S = 64 << 20, 5.0
 HIGHS = ("power_w", "junction_c", "memory_c")
+Answer = TypeVar("Answer")
 NO_SENSORS = Sensors(None, None, None, None, None, None, None, None, None)
 
 
@@ -29,17 +31,39 @@ class Watched(Protocol):
     def sensors(self) -> Sensors: ...
 
 
-@dataclass(frozen=True)
-class Look:
-    """One look at a card, at_s seconds after the first.
+class HipWord(Generic[Answer]):
+    """What HIP says of a card whose memory in use sysfs tells, which costs less to ask.
+
+    HIP is asked where the memory in use has moved, at the look after that, and HIP_S after the last time. In between
+    its last answer stands, which was given for the same memory in use: no fall or rise that sysfs shows waits for a
+    newer one. What HIP alone sees is seen HIP_S later at most, or not at all if it is over by then.
+    """
+
+    def __init__(self, ask: Callable[[], Answer]) -> None:
+        self._ask = ask
+        self.due_s = 0.0  # asked then, if not before
+        self._used_bytes = -1  # when HIP was asked last
+        self._answer: Answer
+
+    def at(self, at_s: float, used_bytes: int, anew: bool = False) -> Answer:
+        """What HIP says. at_s never goes back; used_bytes: as sysfs says now. Raises what asking raises."""
+        moved = used_bytes != self._used_bytes
+        if moved or anew or at_s >= self.due_s:
+            self._used_bytes = -1  # asked again at the next look where this one fails
+            self._answer = self._ask()
+            self._used_bytes, self.due_s = used_bytes, at_s if moved else at_s + HIP_S
+        return self._answer
+
+
+class Look(NamedTuple):
+    """What one look at a card found.
 
     free_bytes      the less of what sysfs and HIP say; None where the card could not be read, and `error` says why
-    hip_free_bytes  None where HIP is not asked, or did not answer
+    hip_free_bytes  as of when it was asked last, see HipWord; None where it is not, or did not answer
     sensors         as of the last time they were read, about SENSORS_S ago at most
     frozen          whether its counters stand still, though they must not
     """
 
-    at_s: float
     free_bytes: int | None
     used_bytes: int | None
     total_bytes: int | None
@@ -47,6 +71,9 @@ class Look:
     sensors: Sensors
     frozen: bool
     error: str
+
+
+NOTHING = Look(None, None, None, None, NO_SENSORS, False, "")
 
 
 class Least(NamedTuple):
@@ -80,11 +107,12 @@ class CardWatch:
         self.sensors = NO_SENSORS
         self.highs: dict[str, float] = {}
         self.throttled: Counter[str] = Counter()
-        self._alarm, self._hip_free = alarm, hip_free
+        self._alarm, self._hip = alarm, HipWord(hip_free) if hip_free else None
         self._sensors_due_s = self._coarse_due_s = 0.0
         self._is_below, self._below_s = False, 0.0
         self._still = _Still()
         self._was_lost = self._was_frozen = False
+        self._last, self._due_s = NOTHING, 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -92,14 +120,24 @@ class CardWatch:
         return bool(self.n_below or self.n_failed or self.n_frozen)
 
     def look(self, at_s: float) -> Look:
-        """Look now; at_s never goes back."""
+        """Look now, at_s seconds after the first look, which never goes back.
+
+        Most looks find nothing new. They cost little, and give the last one's own object again.
+        """
         self.n_looks += 1
         try:
             used_bytes, total_bytes = self.card.memory()
         except OSError as error:
-            return self._lost(at_s, f"{error.strerror} ({error.filename})")
+            self._last, self._due_s = self._lost(f"{error.strerror} ({error.filename})"), at_s
+            return self._last
+        if used_bytes != self._last.used_bytes or at_s >= self._due_s:
+            self._last = self._take(at_s, used_bytes, total_bytes)
+            self._due_s = self._next_s(at_s, self._last)
+        return self._last
+
+    def _take(self, at_s: float, used_bytes: int, total_bytes: int) -> Look:
         self._was_lost = False
-        hip_free_bytes = self._ask_hip()
+        hip_free_bytes = self._hip_free(at_s, used_bytes)
         free_bytes = total_bytes - used_bytes
         free_bytes = free_bytes if hip_free_bytes is None else min(free_bytes, hip_free_bytes)
         self.total_bytes = total_bytes
@@ -108,20 +146,27 @@ class CardWatch:
             self._sensors_due_s = at_s + SENSORS_S
             self._read_sensors(used_bytes)
         frozen = self._check_frozen(at_s, used_bytes, hip_free_bytes)
-        return Look(at_s, free_bytes, used_bytes, total_bytes, hip_free_bytes, self.sensors, frozen, "")
+        return Look(free_bytes, used_bytes, total_bytes, hip_free_bytes, self.sensors, frozen, "")
 
-    def _ask_hip(self) -> int | None:
+    def _next_s(self, at_s: float, look: Look) -> float:
+        """From when on a look matters that finds the same memory in use."""
+        if look.frozen or self._still.is_apart or self._is_below or (self._hip and look.hip_free_bytes is None):
+            return at_s
+        hip_due_s = self._hip.due_s if self._hip else math.inf
+        return min(self._sensors_due_s, self._coarse_due_s, hip_due_s)
+
+    def _hip_free(self, at_s: float, used_bytes: int) -> int | None:
         try:
-            return self._hip_free() if self._hip_free else None
+            return self._hip.at(at_s, used_bytes, anew=self._still.is_apart) if self._hip else None
         except Exception:  # sysfs goes on without it
             return None
 
-    def _lost(self, at_s: float, why: str) -> Look:
+    def _lost(self, why: str) -> Look:
         self.n_failed += 1
         if not self._was_lost:
             self._was_lost = True
             self._alarm(f"{self.card.pci_id} cannot be read: {why}; see the kernel's log")
-        return Look(at_s, None, None, None, None, NO_SENSORS, False, why)
+        return NOTHING._replace(error=why)
 
     def _measure(self, at_s: float, free_bytes: int) -> None:
         if self.least is None or free_bytes < self.least.free_bytes:
@@ -170,16 +215,19 @@ class _Still:
 
     - everything is the same to the last digit, memory, load, power, temperatures and clocks, in STILL_READINGS
       readings of the sensors, while the load is not 0: a card at work changes its power or its clock all the time; or
-    - what HIP calls free has for DISAGREE_S been more than MOVED_BYTES away from what it was when sysfs's memory in
-      use last moved.
+    - what HIP calls free has been seen for DISAGREE_S to be more than MOVED_BYTES away from what it was when sysfs's
+      memory in use last moved.
+
+    is_apart  whether it was so far away last time: from then on every look must ask HIP anew
     """
 
     def __init__(self) -> None:
+        self.is_apart = False
         self._figures: tuple[object, ...] = ()
         self._n_same = 0
         self._used_bytes = -1
         self._hip_bytes: int | None = None  # once used_bytes had settled
-        self._agreed_s = 0.0
+        self._apart_s = 0.0
 
     def saw_sensors(self, used_bytes: int, sensors: Sensors) -> None:
         moving = (sensors.power_w, sensors.sclk_mhz)
@@ -189,17 +237,20 @@ class _Still:
         self._figures = figures
 
     def saw_memory(self, at_s: float, used_bytes: int, hip_free_bytes: int | None) -> None:
+        was_apart = self.is_apart
         if used_bytes != self._used_bytes:
-            self._used_bytes, self._hip_bytes, self._agreed_s = used_bytes, None, at_s
+            self._used_bytes, self._hip_bytes, self.is_apart = used_bytes, None, False
         elif hip_free_bytes is None or self._hip_bytes is None:
-            self._hip_bytes, self._agreed_s = hip_free_bytes, at_s
-        elif abs(hip_free_bytes - self._hip_bytes) <= MOVED_BYTES:
-            self._agreed_s = at_s
+            self._hip_bytes, self.is_apart = hip_free_bytes, False
+        else:
+            self.is_apart = abs(hip_free_bytes - self._hip_bytes) > MOVED_BYTES
+        if self.is_apart and not was_apart:
+            self._apart_s = at_s
 
     def verdict(self, at_s: float) -> str:
         """Why they are; empty if they are not."""
         if self._n_same >= STILL_READINGS:
             return f"at {self._figures[1]:g} % load nothing at all has changed in {self._n_same} readings"
-        if at_s - self._agreed_s >= DISAGREE_S:
+        if self.is_apart and at_s - self._apart_s >= DISAGREE_S:
             return "HIP's free memory moves and the driver's memory in use does not"
         return ""

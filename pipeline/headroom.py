@@ -8,7 +8,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from rocline.hip_kernels.driver import Device, devices
 from rocline.hip_kernels.runtime import check, hip
+from rocline.pipeline.card_watch import HipWord
 from rocline.pipeline.stats import MemoryStats
 from rocline.pipeline.sysfs_cards import Card, card_at, cards
 
@@ -187,17 +187,25 @@ def card_source(number: int, device: Device, shown: Sequence[Card]) -> Source:
     """A card by HIP and, if it is among those `shown`, by sysfs: the less of both counts. Raises HipError."""
     pci_id = pci_id_of(device)
     card = card_at(shown, pci_id)
+    if card is None:
+        return Source(number, pci_id, lambda: _by_hip(device))
+    hip = HipWord(device.memory)
 
     def read() -> Memory:
-        reading = device.memory()
-        free_bytes, total_bytes = reading.free_bytes, reading.total_bytes
-        with suppress(OSError):  # HIP's word alone then
-            if card:
-                used_bytes, of_bytes = card.memory()
-                free_bytes, total_bytes = min(free_bytes, of_bytes - used_bytes), min(total_bytes, of_bytes)
-        return Memory(free_bytes, total_bytes)
+        try:
+            used_bytes, total_bytes = card.memory()
+        except OSError:
+            return _by_hip(device)
+        reading = hip.at(time.monotonic(), used_bytes)
+        free_bytes = min(reading.free_bytes, total_bytes - used_bytes)
+        return Memory(free_bytes, min(reading.total_bytes, total_bytes))
 
-    return Source(number, card.pci_id if card else pci_id, read)
+    return Source(number, card.pci_id, read)
+
+
+def _by_hip(device: Device) -> Memory:
+    reading = device.memory()
+    return Memory(reading.free_bytes, reading.total_bytes)
 
 
 def pci_id_of(device: Device) -> str:

@@ -6,15 +6,16 @@ Needs neither HIP nor torch, and takes no memory of a card. The files are the dr
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 SYSFS = Path("/sys")
+_MOST_BYTES, _NUMBER_BYTES = 4096, 64  # of a file of sysfs; of a number in one
 # Of gpu_metrics, version 1.3, which RDNA 3 has: its size, and where the 64 throttle bits are that mean the same on
 # every card. They come in groups of 16.
 _METRICS_BYTES, _THROTTLE_AT = 120, 112
@@ -34,8 +35,7 @@ class CardMemory(NamedTuple):
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class Sensors:
+class Sensors(NamedTuple):
     """What a card says of itself; None where it has no such file.
 
     throttle         groups of reasons for which it is slowed down, "power+temperature"; "none"
@@ -54,7 +54,7 @@ class Sensors:
 
 
 class Card:
-    """One card.
+    """One card. Its files stay open; not for two threads at once.
 
     pci_id  as sysfs spells it, "0000:03:00.0"
     name    of its DRM device, "card1"
@@ -63,26 +63,37 @@ class Card:
     def __init__(self, folder: Path, pci_id: str, name: str) -> None:
         """folder: the PCI device's."""
         self.pci_id, self.name = pci_id, name
-        self._folder, self._used, self._total = folder, folder / "mem_info_vram_used", folder / "mem_info_vram_total"
+        self._used, self._total = _File(folder / "mem_info_vram_used"), _File(folder / "mem_info_vram_total")
+        self._total_bytes = 0  # while it is not known
+        self._busy, self._metrics = _File(folder / "gpu_busy_percent"), _File(folder / "gpu_metrics")
+        self._errors = _File(folder / "ras" / "umc_err_count")
         hwmon = next(iter(sorted(folder.glob("hwmon/hwmon*"))), folder / "hwmon")
         self._temperatures, self._clocks = _by_label(hwmon, "temp"), _by_label(hwmon, "freq")
-        self._powers = (hwmon / "power1_average", hwmon / "power1_input")  # which of them is up to card and kernel
+        self._levels = {clock: _File(folder / f"pp_dpm_{clock}") for clock in ("sclk", "mclk")}
+        # Which of them is up to card and kernel.
+        self._powers = (_File(hwmon / "power1_average"), _File(hwmon / "power1_input"))
 
     def memory(self) -> CardMemory:
         """Read now, and cheap. Raises OSError where the card has gone or its driver does not answer."""
-        return CardMemory(_whole_number(self._used), _whole_number(self._total))
+        try:
+            used_bytes = self._used.whole_number()
+            self._total_bytes = self._total_bytes or self._total.whole_number()  # it stays what it is
+        except OSError:
+            self._total_bytes = 0  # but another card may come
+            raise
+        return CardMemory(used_bytes, self._total_bytes)
 
     def sensors(self) -> Sensors:
         """Read now. The card's firmware is asked for most of it: not for every look at the memory."""
-        errors = dict(re.findall(r"(\w+): *(\d+)", _text(self._folder / "ras" / "umc_err_count") or ""))
+        errors = dict(re.findall(r"(\w+): *(\d+)", _text(self._errors) or ""))
         return Sensors(
-            busy_percent=_number(self._folder / "gpu_busy_percent"),
-            power_w=next((w for path in self._powers if (w := _number(path, 1e-6)) is not None), None),
+            busy_percent=_number(self._busy),
+            power_w=next((w for file in self._powers if (w := _number(file, 1e-6)) is not None), None),
             junction_c=_number(self._temperatures.get("junction"), 1e-3),
             memory_c=_number(self._temperatures.get("mem"), 1e-3),
             sclk_mhz=self._mhz("sclk"),
             mclk_mhz=self._mhz("mclk"),
-            throttle=_throttle(_bytes(self._folder / "gpu_metrics") or b""),
+            throttle=_throttle(_bytes(self._metrics) or b""),
             ecc_corrected=int(errors["ce"]) if "ce" in errors else None,
             ecc_uncorrected=int(errors["ue"]) if "ue" in errors else None,
         )
@@ -91,7 +102,7 @@ class Card:
         """Measured, or else the level it is at, which pp_dpm marks with a star."""
         if (mhz := _number(self._clocks.get(clock), 1e-6)) is not None:
             return mhz
-        level = re.search(r"(\d+) *[Mm]hz *\*", _text(self._folder / f"pp_dpm_{clock}") or "")
+        level = re.search(r"(\d+) *[Mm]hz *\*", _text(self._levels[clock]) or "")
         return float(level[1]) if level else None
 
 
@@ -102,7 +113,7 @@ def cards(sysfs: Path = SYSFS) -> list[Card]:
         folder = entry / "device"
         if not re.fullmatch(r"card\d+", entry.name):  # its connectors are there too
             continue
-        told = dict(line.partition("=")[::2] for line in (_text(folder / "uevent") or "").splitlines())
+        told = dict(line.partition("=")[::2] for line in (_text(_File(folder / "uevent")) or "").splitlines())
         if told.get("DRIVER") == "amdgpu" and "PCI_SLOT_NAME" in told and (folder / "mem_info_vram_used").exists():
             found.append(Card(folder, told["PCI_SLOT_NAME"], entry.name))
     return sorted(found, key=lambda card: card.pci_id)
@@ -118,10 +129,10 @@ def _slot(pci_id: str) -> str:
     return pci_id.lower().rpartition(".")[0]
 
 
-def _by_label(hwmon: Path, kind: str) -> dict[str, Path]:
+def _by_label(hwmon: Path, kind: str) -> dict[str, _File]:
     """Files of a kind of sensor by what they measure: {"junction": .../temp2_input}."""
-    labels = ((path, _text(path)) for path in hwmon.glob(f"{kind}*_label"))
-    return {label: path.with_name(path.name.replace("_label", "_input")) for path, label in labels if label}
+    labels = ((path, _text(_File(path))) for path in hwmon.glob(f"{kind}*_label"))
+    return {label: _File(path.with_name(path.name.replace("_label", "_input"))) for path, label in labels if label}
 
 
 def _throttle(metrics: bytes) -> str | None:
@@ -134,31 +145,62 @@ def _throttle(metrics: bytes) -> str | None:
     return "+".join(groups) or "none"
 
 
-def _whole_number(path: Path) -> int:
-    with open(path, "rb", buffering=0) as file:
-        content = file.read(64)
-    try:
-        return int(content)
-    except ValueError:
-        raise OSError(EIO, f"holds {content!r}, want a number", str(path)) from None
+class _File:
+    """A file of the driver's, which stays open: read from its start it says what is so now.
+
+    Opening it for each reading took four times as long.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._fd = str(path), -1
+
+    def read(self, most_bytes: int = _MOST_BYTES) -> bytes:
+        """Raises OSError."""
+        if self._fd >= 0:
+            try:
+                if content := os.pread(self._fd, most_bytes, 0):
+                    return content
+            except OSError:  # no such device, for ever: but its card may be back, with another file of this name
+                pass
+            self._close()
+        self._fd = os.open(self._path, os.O_RDONLY)
+        try:
+            return os.pread(self._fd, most_bytes, 0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from error
+
+    def whole_number(self) -> int:
+        """Raises OSError, where it holds none too."""
+        content = self.read(_NUMBER_BYTES)
+        try:
+            return int(content)
+        except ValueError:
+            raise OSError(EIO, f"holds {content!r}, want a number", self._path) from None
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self._close()
 
 
-def _number(path: Path | None, scale: float = 1.0) -> float | None:
+def _number(file: _File | None, scale: float = 1.0) -> float | None:
     """None where there is no such file or it holds no number, as while a card sleeps."""
     try:
-        return None if path is None else round(_whole_number(path) * scale, 3)
+        return None if file is None else round(file.whole_number() * scale, 3)
     except OSError:
         return None
 
 
-def _text(path: Path) -> str | None:
-    content = _bytes(path)
+def _text(file: _File) -> str | None:
+    content = _bytes(file)
     return None if content is None else content.decode("utf-8", "replace").strip()
 
 
-def _bytes(path: Path) -> bytes | None:
+def _bytes(file: _File) -> bytes | None:
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(4096)  # sysfs's longest
+        return file.read()
     except OSError:
         return None

@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PCI_ID",
         help="watch only this card, such as 0000:03:00.0; may be repeated (default: all)",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write a line for each look at each card, as it comes")
+    parser.add_argument("--csv", metavar="FILE", help="write a line for each look at each card, once a second")
     parser.add_argument("--svg", metavar="FILE", help="write a picture, at the end")
     parser.add_argument("--json", action="store_true", help="also print a summary as one JSON object on stdout")
     parser.add_argument(

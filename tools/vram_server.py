@@ -49,6 +49,9 @@ class ServerFigures(NamedTuple):
     min_free_bytes: int | None = None
 
 
+NO_FIGURES = ServerFigures()
+
+
 class Server:
     """Asks every POLL_S, and once more at the end; `complain` is called when it stops answering."""
 
@@ -65,7 +68,7 @@ class Server:
 
     def of(self, pci_id: str) -> ServerFigures:
         """As of the last answer; nothing for a card that it is not on."""
-        return self._figures.get(pci_id, ServerFigures())
+        return self._figures.get(pci_id, NO_FIGURES)
 
     def is_on(self, pci_id: str) -> bool:
         return pci_id in self._figures

@@ -6,7 +6,7 @@ import csv
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -15,9 +15,10 @@ from rich.table import Table
 
 from rocline.pipeline.card_watch import COARSE_S, GIB, CardWatch, Least, Look
 from rocline.tools.vram_picture import Curve, clock
-from rocline.tools.vram_server import Server, ServerFigures
+from rocline.tools.vram_server import NO_FIGURES, Server, ServerFigures
 
 SHOW_S = 5.0  # drawing the table takes as much time as a hundred looks
+WRITE_S = 1.0  # ten looks are written in hardly more time than one: what it takes is in the processor's caches then
 COLUMNS = (
     "time_s", "elapsed_s", "card", "free_bytes", "used_bytes", "total_bytes", "hip_free_bytes", "busy_percent",
     "power_w", "junction_c", "memory_c", "sclk_mhz", "mclk_mhz", "throttle", "ecc_corrected_errors",
@@ -47,6 +48,8 @@ class Session:
         self.n_looks = self.n_missed = 0
         self._interval_s, self._say, self._server, self._keeps_curves = interval_s, say, server, keeps_curves
         self._csv_file, self._csv_failed = csv_file, False
+        self._looks: list[tuple[float, list[Look]]] = []  # of all cards, with at_s; not written yet
+        self._write_due_s = 0.0
         self._cpu_s = 0.0
         self._write([COLUMNS])
 
@@ -59,7 +62,8 @@ class Session:
         began_s, began_cpu_s, self.began_s = time.monotonic(), time.process_time(), time.time()
         shown_s, tick = 0.0, 0
         live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        with live or nullcontext():
+        with live or nullcontext(), ExitStack() as at_end:
+            at_end.callback(self._write_looks)
             while True:
                 self.look(time.monotonic() - began_s)
                 if live and self.seconds >= shown_s:
@@ -75,29 +79,29 @@ class Session:
         self._cpu_s = time.process_time() - began_cpu_s
 
     def look(self, at_s: float) -> None:
-        """At every card, at_s seconds after began_s."""
+        """At every card, at_s seconds after began_s. What is found is written every WRITE_S, and at the watch's end."""
         self.n_looks, self.seconds = self.n_looks + 1, at_s
-        looks = [watch.look(at_s) for watch in self.watches]
-        if self._keeps_curves:
-            for curve, look in zip(self.curves, looks, strict=True):
-                curve.add(at_s, look.free_bytes)
-        self._write(self._row(watch, look) for watch, look in zip(self.watches, looks, strict=True))
+        self._looks.append((at_s, [watch.look(at_s) for watch in self.watches]))
+        if at_s >= self._write_due_s:
+            self._write_due_s = at_s + WRITE_S
+            self._write_looks()
 
-    def _row(self, watch: CardWatch, look: Look) -> list[Any]:
+    def _write_looks(self) -> None:
+        kept, self._looks = self._looks, []
+        if self._keeps_curves:
+            for at_s, looks in kept:
+                for curve, look in zip(self.curves, looks, strict=True):
+                    curve.add(at_s, look.free_bytes)
+        self._write(row for at_s, looks in kept for row in self._rows(at_s, looks))
+
+    def _rows(self, at_s: float, looks: Sequence[Look]) -> Iterator[list[Any]]:
         """None is an empty cell."""
-        server = self._figures(watch)
-        memory = (look.free_bytes, look.used_bytes, look.total_bytes, look.hip_free_bytes)
-        return [
-            f"{self.began_s + look.at_s:.3f}",
-            f"{look.at_s:.3f}",
-            watch.card.pci_id,
-            *memory,
-            *vars(look.sensors).values(),
-            server.arena_high_water_bytes,
-            server.free_bytes,
-            int(look.frozen),
-            look.error,
-        ]
+        times = f"{self.began_s + at_s:.3f}", f"{at_s:.3f}"
+        for watch, look in zip(self.watches, looks, strict=True):
+            *memory, sensors, frozen, error = look
+            server = self._figures(watch)
+            of_server = server.arena_high_water_bytes, server.free_bytes
+            yield [*times, watch.card.pci_id, *memory, *sensors, *of_server, int(frozen), error]
 
     def _write(self, rows: Iterator[list[Any]] | list[tuple[str, ...]]) -> None:
         """To the CSV file. One that can be written no longer is left, and the watch goes on."""
@@ -113,7 +117,7 @@ class Session:
             self._csv_file, self._csv_failed = None, True
 
     def _figures(self, watch: CardWatch) -> ServerFigures:
-        return self._server.of(watch.card.pci_id) if self._server else ServerFigures()
+        return self._server.of(watch.card.pci_id) if self._server else NO_FIGURES
 
     def table(self) -> Table:
         """What is known so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Sequence
@@ -38,11 +39,15 @@ class FakeCard:
         (drm / f"{name}-DP-1").mkdir()  # a connector
 
     def write(self, file: str, content: object) -> None:
+        self._put(file, f"{content}\n".encode())
+
+    def _put(self, file: str, data: bytes) -> None:
+        """In one piece, and in the same file, which readers hold open. No shorter than before: blanks fill it up."""
         path = self.folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(f"{content}\n")
-        new.replace(path)  # a reader in another thread finds the old content or this, as in sysfs
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.pwrite(fd, data.ljust(os.fstat(fd).st_size), 0)
+        os.close(fd)
 
     def use(self, n_bytes: float) -> None:
         self.write("mem_info_vram_used", int(n_bytes))
@@ -50,14 +55,16 @@ class FakeCard:
     def throttle(self, bits: int, version: int = 3) -> None:
         """gpu_metrics of version 1.3, with these bits of why the card is slowed down."""
         metrics = struct.pack("<HBB", 120, 1, version).ljust(112, b"\xff") + struct.pack("<Q", bits)
-        (self.folder / "gpu_metrics").write_bytes(metrics)
+        self._put("gpu_metrics", metrics)
 
     def remove(self, *files: str) -> None:
-        """Files of it; without any, all of the card."""
+        """Files of it; without any, all of the card. Who holds one open finds nothing in it: sysfs says ENODEV."""
+        paths = [self.folder / file for file in files] or [path for path in self.folder.rglob("*") if path.is_file()]
+        for path in paths:
+            os.truncate(path, 0)
+            path.unlink()
         if not files:
             shutil.rmtree(self.folder)
-        for file in files:
-            (self.folder / file).unlink()
 
 
 class FakeSysfs:

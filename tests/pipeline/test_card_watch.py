@@ -3,7 +3,7 @@
 import pytest
 from fake_sysfs import GIB, FakeSysfs
 
-from rocline.pipeline.card_watch import MOVED_BYTES, STILL_READINGS, CardWatch, Least
+from rocline.pipeline.card_watch import HIP_S, MOVED_BYTES, STILL_READINGS, CardWatch, Least
 from rocline.pipeline.sysfs_cards import cards
 
 TOTAL = 48 * GIB
@@ -36,7 +36,7 @@ def watched(sysfs):
 
 def test_a_look(watched):
     look = watched.look(3.0, 2)
-    assert (look.at_s, look.free_bytes, look.used_bytes, look.total_bytes) == (3.0, 2 * GIB, 46 * GIB, TOTAL)
+    assert (look.free_bytes, look.used_bytes, look.total_bytes) == (2 * GIB, 46 * GIB, TOTAL)
     assert (look.hip_free_bytes, look.frozen, look.error) == (None, False, "")
     assert (look.sensors.power_w, look.sensors.junction_c) == (17, 34)
 
@@ -77,6 +77,15 @@ def test_a_card_that_goes_and_comes_back(watched):
     assert watched.watch.has_failed
 
 
+def test_a_look_that_finds_nothing_new_is_the_last_one(watched):
+    looks = [watched.look(at_s, free_gib) for at_s, free_gib in ((0, 5), (0.1, None), (0.2, 4), (0.3, 4), (1.0, None))]
+    assert looks[1] is looks[0]
+    assert looks[2].free_bytes == 4 * GIB
+    assert looks[3] is looks[2]
+    assert looks[4] is not looks[3]  # the sensors are read
+    assert (watched.watch.n_looks, watched.watch.least) == (5, Least(4 * GIB, 0.2))
+
+
 def test_sensors_are_read_once_a_second(watched):
     watched.look(0, 5)
     watched.card.write("hwmon/hwmon4/power1_average", 241_000_000)
@@ -102,7 +111,73 @@ def test_free_is_the_less_of_what_sysfs_and_hip_say(sysfs):
     watched = Watched(sysfs, hip_free=lambda: hip[0])
     assert watched.look(0, 5).free_bytes == 3 * GIB
     hip[0] = 7 * GIB
-    assert (watched.look(1).free_bytes, watched.look(1).hip_free_bytes) == (5 * GIB, 7 * GIB)
+    assert (watched.look(1.0).free_bytes, watched.look(1).hip_free_bytes) == (5 * GIB, 7 * GIB)
+
+
+class Hip:
+    """Free bytes as HIP says, and how often it was asked."""
+
+    def __init__(self, free_bytes):
+        self.free_bytes, self.n_asked = free_bytes, 0
+
+    def __call__(self):
+        self.n_asked += 1
+        return self.free_bytes
+
+
+@pytest.fixture
+def hip():
+    return Hip(20 * GIB)
+
+
+def test_hip_is_asked_once_a_second_while_nothing_moves(sysfs, hip):
+    sysfs.add(total_bytes=TOTAL)
+    watched = Watched(sysfs, hip_free=hip)
+    for tick in range(101):
+        watched.look(tick / 10, 20)
+    assert 11 <= hip.n_asked <= 12
+    assert watched.watch.n_looks == 101
+
+
+def test_hip_is_asked_at_once_where_sysfs_moves_and_at_the_look_after(sysfs, hip):
+    sysfs.add(total_bytes=TOTAL)
+    watched, asked = Watched(sysfs, hip_free=hip), []
+    for at_s, free_gib in ((0, 20), (0.1, 20), (0.2, 20), (0.3, 19), (0.4, 19), (0.5, 19), (0.6, 20), (0.7, 18)):
+        before = hip.n_asked
+        watched.look(at_s, free_gib)
+        asked.append(hip.n_asked - before)
+    assert asked == [1, 1, 0, 1, 1, 0, 1, 1]
+
+
+def test_an_older_answer_of_hip_never_holds_the_free_memory_back(sysfs, hip, rng):
+    """Whatever both see, each look has the less of what both say at its moment."""
+    sysfs.add(total_bytes=TOTAL)
+    watched, free_gib, at_s = Watched(sysfs, hip_free=hip), 20, 0.0
+    for _ in range(300):
+        if rng.random() < 0.3:
+            free_gib = int(rng.integers(1, 40))
+        hip.free_bytes = free_gib * GIB - int(free_gib % 3 - 1)  # less than sysfs says, the same, more
+        at_s += float(rng.exponential(0.1))
+        assert watched.look(at_s, free_gib).free_bytes == min(free_gib * GIB, hip.free_bytes)
+
+
+def test_what_hip_alone_sees_is_seen_within_a_second(sysfs, hip):
+    sysfs.add(total_bytes=TOTAL)
+    watched = Watched(sysfs, floor_gib=1.5, hip_free=hip)
+    for tick in range(6):
+        watched.look(tick / 10, 20)
+    hip.free_bytes = GIB
+    seen = next(at_s for tick in range(6, 100) if watched.look(at_s := tick / 10).free_bytes == GIB)
+    assert seen <= 0.5 + HIP_S
+    assert watched.watch.least == Least(GIB, seen)
+    assert "1.00 GiB free, the floor is 1.50" in watched.alarms[0]
+
+
+def test_hip_that_does_not_answer_is_asked_at_every_look(sysfs, hip):
+    sysfs.add(total_bytes=TOTAL)
+    watched = Watched(sysfs, hip_free=lambda: hip() and 1 // 0)
+    assert [watched.look(tick / 10, 5).hip_free_bytes for tick in range(5)] == [None] * 5
+    assert hip.n_asked == 5
 
 
 def test_hip_may_fail(sysfs):
@@ -165,9 +240,10 @@ def test_memory_that_moves_for_hip_alone_is_frozen(sysfs):
     for at_s in (0.0, 0.1, 0.2):
         watched.look(at_s, 20)
     hip[0] -= MOVED_BYTES + 1
-    assert [watched.look(at_s).frozen for at_s in (0.3, 5.1, 5.3)] == [False, False, True]
+    # Seen apart at 1.1, when HIP is asked again, and at every look from then on.
+    assert [watched.look(at_s).frozen for at_s in (0.3, 1.1, 6.0, 6.1)] == [False, False, False, True]
     assert "HIP's free memory moves" in watched.alarms[0]
-    assert not watched.look(5.4, 19.5).frozen  # it moved: late, but it does
+    assert not watched.look(6.2, 19.5).frozen  # it moved: late, but it does
     assert not watched.look(20).frozen
     assert len(watched.alarms) == 1
 

@@ -3,11 +3,12 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_sysfs import GIB, FakeSysfs
 
-from rocline.hip_kernels.driver import devices
+from rocline.hip_kernels.driver import Device, devices
 from rocline.pipeline import headroom as headroom_module
 from rocline.pipeline.headroom import STALE_S, Headroom, Memory, Source, card_source, host_memory, sources
 from rocline.pipeline.sysfs_cards import cards
@@ -209,6 +210,28 @@ def test_a_card_has_the_less_of_what_hip_and_sysfs_say(hip_device, sysfs):
     assert source.read() == (1000, hip.total_bytes)
     card.remove()  # HIP still answers
     assert source.read() == (device.memory().free_bytes, hip.total_bytes)
+
+
+def test_hip_is_asked_at_every_look_only_where_sysfs_does_not_answer(hip_device, sysfs, monkeypatch):
+    device, asked, clock, memory = devices()[0], [], Clock(), Device.memory
+    monkeypatch.setattr(Device, "memory", lambda self: asked.append(self) or memory(self))
+    monkeypatch.setattr(headroom_module, "time", SimpleNamespace(monotonic=clock))
+    card = sysfs.add(card_source(0, device, ()).pci_id)
+    source, alone = card_source(0, device, cards(sysfs.root)), card_source(0, device, ())
+
+    def n_asked(source):
+        asked.clear()
+        for _ in range(100):
+            clock.now_s += 0.1
+            source.read()
+        return len(asked)
+
+    assert 11 <= n_asked(source) <= 12  # at first, once more, and then once a second
+    assert n_asked(alone) == 100
+    card.use(2 * GIB)
+    assert n_asked(source) <= 12
+    card.remove()
+    assert n_asked(source) == 100
 
 
 def test_a_card_that_sysfs_does_not_show(hip_device, sysfs):

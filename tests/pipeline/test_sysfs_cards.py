@@ -1,5 +1,8 @@
 """Cards in a made-up sysfs: which are found, what is read of them, and what is missing."""
 
+import os
+from collections import Counter
+
 import pytest
 from fake_sysfs import GIB, SENSORS, FakeSysfs
 
@@ -77,6 +80,36 @@ def test_a_card_that_goes(sysfs):
     with pytest.raises(FileNotFoundError, match="mem_info_vram_used"):
         found.memory()
     assert found.sensors() == NOTHING
+
+
+def test_a_card_that_comes_back(sysfs):
+    card = sysfs.add(total_bytes=48 * GIB)
+    (found,) = cards(sysfs.root)
+    assert found.memory() == (GIB, 48 * GIB)
+    card.remove("mem_info_vram_used", "mem_info_vram_total")
+    with pytest.raises(FileNotFoundError, match="mem_info_vram_used"):
+        found.memory()
+    card.write("mem_info_vram_total", 32 * GIB)
+    card.write("mem_info_vram_used", 5)
+    assert found.memory() == (5, 32 * GIB)
+
+
+def test_a_look_reads_one_number_of_files_that_stay_open(sysfs, monkeypatch):
+    sysfs.add().throttle(0)
+    (found,) = cards(sysfs.root)
+    found.memory(), found.sensors()
+    calls = Counter()
+
+    def counted(call):
+        return lambda *args: calls.update([call.__name__]) or call(*args)
+
+    for call in (os.open, os.pread):
+        monkeypatch.setattr(os, call.__name__, counted(call))
+    for _ in range(10):
+        found.memory()
+    assert calls == {"pread": 10}
+    found.sensors()
+    assert calls == {"pread": 18}
 
 
 def test_a_card_at_a_pci_id(sysfs):

@@ -182,6 +182,25 @@ def test_looks_come_regularly_and_late_ones_are_counted(sysfs, monkeypatch):
     assert session.closing_line() == "8 looks, 7.8 a second, 2 missed; 0.10% of a core"
 
 
+def test_lines_are_written_once_a_second_and_at_the_end(sysfs, monkeypatch, tmp_path):
+    sysfs.add()
+    clock, n_lines = FakeTime(), []
+    with open(tmp_path / "a.csv", "w", encoding="utf-8", newline="") as file:
+        session = Session([CardWatch(cards(sysfs.root)[0], 0, print)], 0.1, print, None, file)
+
+        def look(at_s, looks=session.look):
+            looks(at_s)
+            n_lines.append(len(rows(tmp_path / "a.csv")))
+
+        monkeypatch.setattr(vram_session, "time", clock)
+        monkeypatch.setattr(session, "look", look)
+        session.watch(clock, 1.55, Console(file=io.StringIO()))
+    assert n_lines == [1] * 10 + [11] * 6
+    assert [float(row["elapsed_s"]) for row in rows(tmp_path / "a.csv")] == pytest.approx(
+        [n / 10 for n in range(16)], abs=2e-3
+    )
+
+
 def test_the_table_is_shown_while_it_runs_on_a_terminal(sysfs):
     sysfs.add(used_bytes=TOTAL - 3 * GIB)
     session = Session([CardWatch(cards(sysfs.root)[0], 0, print)], 0.005, print)
@@ -227,7 +246,7 @@ def test_a_card_that_goes(rocline, sysfs, tmp_path):
 
 
 def test_ctrl_c_ends_it_with_the_summary(sysfs, tmp_path):
-    """Each line of the CSV file is there at once."""
+    """The CSV file has the lines of every look, the first at once and others within a second."""
     sysfs.add(used_bytes=TOTAL - GIB)
     table = tmp_path / "a.csv"
     words = ["--sysfs", str(sysfs.root), "--csv", str(table), "--interval-ms", "20", "--json"]
