@@ -225,7 +225,7 @@ template <class W, int kRows> RL_DEV void up_tiled(rl_u16* lds, const Up<W>& a, 
   static_assert(kPassRows * kWidth <= 2 * T::kRows * kStride + kWaves * kOwnElements, "outputs replace what was staged");
 #pragma unroll
   for (int pass = 0; pass < kRows / kPassRows; ++pass) {
-    if (pass) rl_sync();
+    rl_sync();  // nobody reads what was staged, or sums that lie there, any more
 #pragma unroll
     for (int m = 0; m < T::kMFrags; ++m)
       if (T::frag_row(m) / kPassRows == pass)

@@ -18,6 +18,7 @@ from rocline.hip_kernels.experts_hip import (
     prepare_fp4_weight,
     prepare_fp4_weights,
     routed_down_hip,
+    shared_up_hip,
 )
 from rocline.hip_kernels.formats import e2m1x2_decode
 from rocline.hip_kernels.kernel import launch_counts
@@ -162,6 +163,27 @@ def test_b23_at_lengths_read_in_whole_rounds(device, rng):
     together = bits(70)
     for n_rows in (1, 6, 9, 20):
         assert torch.equal(bits(n_rows), together[:n_rows])
+
+
+def test_b23_of_the_shared_expert_in_many_workgroups(device, rng):
+    """Of rows by 128 and by 64, on a card at the release's width: workgroups share a multiprocessor there, and a wave
+    that overtakes the others overwrites what they still read."""
+    n_rows, width, inner = (1_000, 5120, 2304) if device.is_card else (300, 128, 96)
+    gate, up = (fp8_weight(rng, inner, width) for _ in range(2))
+    gate, up = (prepare_fp8_weight(Fp8Weight(*map(device.put, weight))) for weight in (gate, up))
+    shared = ExpertWeights(gate, up, gate)
+    u = torch.from_numpy(rng.standard_normal((n_rows, width))).bfloat16()
+    act_round8(u, u)
+    x = device.put(u)
+
+    def bits(first, n):
+        hidden = device.full((n, inner), float("nan"), torch.bfloat16)
+        shared_up_hip(x[first : first + n], shared, LIMIT, hidden)
+        return device.get(hidden).view(torch.int16)
+
+    by_64 = torch.cat([bits(first, min(64, n_rows - first)) for first in range(0, n_rows, 64)])
+    for _ in range(3):
+        assert torch.equal(bits(0, n_rows), by_64)
 
 
 def test_few_rows_take_two_launches(device, rng):
