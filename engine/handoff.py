@@ -224,6 +224,10 @@ class HandOff:
         """The same rows, not leased, with a copy by `change` of every tensor that travels, in no particular order."""
         return self._per_row(change, fresh=_moved(self.fresh, change), lease=None)
 
+    def leased(self, lease: Lease) -> HandOff:
+        """The same rows, with this lease."""
+        return replace(self, lease=lease)
+
     def unpacked(self) -> HandOff:
         """As StepRows.unpacked."""
         return self
@@ -314,8 +318,12 @@ class StepRows:
 
     def moved(self, change: Callable[[Tensor], Tensor]) -> StepRows:
         """As HandOff.moved."""
-        packed = replace(self.packed, data_u8=change(self.packed.data_u8))
-        return replace(self, packed=packed, lease=None)
+        packed = Packed(change(self.packed.data_u8), self.packed.layout)
+        return StepRows(self.spans, packed, self.rings, engram=self.engram)
+
+    def leased(self, lease: Lease) -> StepRows:
+        """As HandOff.leased."""
+        return StepRows(self.spans, self.packed, self.rings, lease, self.engram)
 
     def unpacked(self) -> HandOff:
         """The same rows as a hand-off of views; the lease stays with this. Raises RuntimeError where a later visit has

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from types import TracebackType
 
@@ -298,18 +298,30 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextmanager
-def use(memory: StageMemory) -> Iterator[None]:
-    """Lend this thread's tensors from `memory`, and run its operators on the device that this is of."""
-    before, _thread.memory = _thread.memory, memory
-    if before is memory:  # entering a stream again takes longer than a small step has
-        yield
-        return
-    try:
-        with memory.place.work(lend) if memory.place else nullcontext():
-            yield
-    finally:
-        _thread.memory = before
+class use:
+    """`with use(memory):` lends this thread's tensors from `memory`, and runs its operators on the device that this is
+    of."""
+
+    __slots__ = ("_before", "_memory", "_work")
+
+    def __init__(self, memory: StageMemory) -> None:
+        self._memory = memory
+        self._work: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        self._before = _thread.memory
+        # Entering a stream again takes longer than a small step has.
+        if self._before is not self._memory and self._memory.place:
+            self._work = self._memory.place.work(lend)
+            self._work.__enter__()
+        _thread.memory = self._memory
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _thread.memory = self._before
+        if self._work:
+            self._work.__exit__(kind, error, trace)
 
 
 def memory() -> StageMemory:

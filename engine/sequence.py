@@ -32,6 +32,7 @@ class Ring:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.first = self.end = 0
+        self._n_slots = len(data)  # a tensor takes longer to say it than all else that a step does here
 
     def read(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Rows [start, stop) in `out`, or in this thread's memory. Raises RuntimeError when they are not held: reading
@@ -63,7 +64,7 @@ class Ring:
         if position != self.end:
             self.first = position
         self.end = position + n_rows
-        self.first = max(self.first, self.end - len(self.data))
+        self.first = max(self.first, self.end - self._n_slots)
 
     def truncate(self, length: int) -> None:
         self.end = min(self.end, length)

@@ -222,7 +222,7 @@ class Stage:
                 assert not isinstance(given, FirstStep), "only where steps are captured"
                 whole = given if isinstance(given, HandOff) else given.unpacked().copied()
                 made = self._layers(visit, whole, self._tables(whole), between, record)
-            return replace(made, lease=self.memory.lease(made.tensors()))
+            return made.leased(self.memory.lease(made.tensors()))
 
     def _check_pages(self, spans: Sequence[RowSpan]) -> None:
         """Raises RuntimeError where a step's rows lie past their pages: its graph would store them in page 0."""

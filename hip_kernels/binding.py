@@ -104,13 +104,17 @@ def _bound(
     return tuple(sizes[letter] for letter in wanted.split())
 
 
-_shapes_only = threading.local()
+class _ShapesOnly(threading.local):
+    on = False
+
+
+_shapes_only = _ShapesOnly()
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """In this thread operators check their arguments and compute nothing: what is asked of memory stays the same."""
-    before, _shapes_only.on = is_shapes_only(), True
+    before, _shapes_only.on = _shapes_only.on, True
     try:
         yield
     finally:
@@ -118,7 +122,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def is_shapes_only() -> bool:
-    return getattr(_shapes_only, "on", False)
+    return _shapes_only.on
 
 
 def run_slabs(

@@ -39,12 +39,13 @@ class _Here(threading.local):
 here = _Here()
 
 
-def refuse_in_capture(doing: str) -> None:
-    """Raise HipError where this thread captures a graph: what the host waits for there does not come about."""
+def refuse_in_capture(doing: str, *details: object) -> None:
+    """Raise HipError with `doing % details` where this thread captures a graph: what the host waits for does not come
+    about there."""
     if here.captures:
         raise HipError(
-            f"{doing}: this thread is capturing a graph on device {here.device}, which holds launches, copies and "
-            "fills of one stream; do it before or after"
+            f"{doing % details if details else doing}: this thread is capturing a graph on device {here.device}, which "
+            "holds launches, copies and fills of one stream; do it before or after"
         )
 
 
@@ -93,9 +94,8 @@ class Device:
         set_device(self.index)
         result = hip().hipMemGetInfo()
         set_device(here.device)
-        if result[0] != 0:
-            check(result, f"hipMemGetInfo of device {self.index}")
-        return MemoryReading(result[1], result[2], self._slab_bytes, self._n_slabs_ever)
+        free, total = check(result, "hipMemGetInfo of device %d", self.index)
+        return MemoryReading(free, total, self._slab_bytes, self._n_slabs_ever)
 
     def allocate(self, n_bytes: int) -> Slab:
         """A slab of n_bytes, contents undefined. Raises HipError with what is free if it does not fit."""
@@ -155,9 +155,7 @@ def devices() -> tuple[Device, ...]:
 
 def set_device(index: int) -> None:
     """Make it the runtime's current device in this thread."""
-    result = hip().hipSetDevice(index)
-    if result[0] != 0:
-        check(result, f"hipSetDevice to {index}")
+    check(hip().hipSetDevice(index), "hipSetDevice to %d", index)
     here.made_on = index
 
 
@@ -266,7 +264,7 @@ class Event:
     def record(self) -> Event:
         """Move it to the current stream's present end. Returns itself."""
         refuse_in_capture("hipEventRecord")
-        check(hip().hipEventRecord(self.handle, here.stream), f"hipEventRecord on device {here.device}")
+        check(hip().hipEventRecord(self.handle, here.stream), "hipEventRecord on device %d", here.device)
         return self
 
     def done(self) -> bool:
@@ -293,7 +291,7 @@ class Event:
 def wait_for(event: Event) -> None:
     """What is put on the current stream later waits for the event, of whichever device; the host does not."""
     refuse_in_capture("hipStreamWaitEvent")
-    check(hip().hipStreamWaitEvent(here.stream, event.handle, 0), f"hipStreamWaitEvent on device {here.device}")
+    check(hip().hipStreamWaitEvent(here.stream, event.handle, 0), "hipStreamWaitEvent on device %d", here.device)
 
 
 def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
@@ -303,17 +301,22 @@ def copy_async(to_address: int, from_address: int, n_bytes: int) -> None:
     """
     if is_shapes_only():
         return
-    result = hip().hipMemcpyAsync(to_address, from_address, n_bytes, hip().hipMemcpyKind(_COPY_BY_ADDRESS), here.stream)
-    check(result, f"hipMemcpyAsync of {n_bytes} bytes on device {here.device}")
+    result = hip().hipMemcpyAsync(to_address, from_address, n_bytes, _by_address(), here.stream)
+    check(result, "hipMemcpyAsync of %d bytes on device %d", n_bytes, here.device)
+
+
+@cache
+def _by_address() -> Any:
+    return hip().hipMemcpyKind(_COPY_BY_ADDRESS)
 
 
 def copy_peer_async(to_address: int, to_device: Device, from_address: int, from_device: Device, n_bytes: int) -> None:
     """Copy from one device's memory to another's, on the current stream, which is of either. Raises HipError."""
-    refuse_in_capture(f"hipMemcpyPeerAsync of {n_bytes} bytes")
+    refuse_in_capture("hipMemcpyPeerAsync of %d bytes", n_bytes)
     result = hip().hipMemcpyPeerAsync(
         to_address, to_device.index, from_address, from_device.index, n_bytes, here.stream
     )
-    check(result, f"hipMemcpyPeerAsync of {n_bytes} bytes from device {from_device.index} to {to_device.index}")
+    check(result, "hipMemcpyPeerAsync of %d bytes from device %d to %d", n_bytes, from_device.index, to_device.index)
 
 
 def fill_async(address: int, byte: int, n_bytes: int) -> None:

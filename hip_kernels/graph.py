@@ -41,7 +41,7 @@ class Graph:
                 f"graph of device {self.device}: the current stream is of device {here.device}; "
                 "enter a stream of the graph's device"
             )
-        check(hip().hipGraphLaunch(self._executable, here.stream), f"hipGraphLaunch on device {self.device}")
+        check(hip().hipGraphLaunch(self._executable, here.stream), "hipGraphLaunch on device %d", self.device)
         kernel.count(self.launches)
 
     def close(self) -> None:

@@ -82,12 +82,13 @@ def check_one_runtime(maps: str) -> None:
         )
 
 
-def check(result: tuple[Any, ...], doing: str) -> Any:
+def check(result: tuple[Any, ...], doing: str, *details: object) -> Any:
     """What a hip-python call returned, without its status: one value, a tuple of several, or None.
 
-    Raises HipError with `doing`, for example "hipMalloc of 4096 bytes on device 3".
+    Raises HipError with `doing % details`, for example "hipMalloc of 4096 bytes on device 3"; what is called for every
+    step gives details apart, for writing them takes longer than most calls.
     """
-    status, *values = result
+    status = result[0]
     if status != 0:
-        raise HipError(f"{doing}: {status.name} ({int(status)})", status.name)
-    return tuple(values) if len(values) > 1 else values[0] if values else None
+        raise HipError(f"{doing % details if details else doing}: {status.name} ({int(status)})", status.name)
+    return result[1] if len(result) == 2 else result[1:] or None

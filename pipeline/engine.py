@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rocline.arena.spans import ArenaFull
 from rocline.arena.trace import Recorder
+from rocline.engine import scratch
 from rocline.engine.answer import Answer, Ask, answer
 from rocline.engine.checkpoint import Checkpoint
 from rocline.engine.config import ModelConfig
@@ -307,7 +308,8 @@ class Engine:
             return {} if rows.is_spent else None
         job = task.job
         asks = {entry.number: self._ask(entry, span.end) for entry, span in zip(job.entries, job.spans, strict=True)}
-        return answer(self.config.text_config, self._assembly.weights[self._path[-1][0]], rows, asks)
+        with scratch.memory().scope():
+            return answer(self.config.text_config, self._assembly.weights[self._path[-1][0]], rows, asks)
 
     def _ask(self, entry: Entry, end: int) -> Ask:
         running = self._running.get(entry.number)

@@ -11,9 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, product
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -42,8 +42,6 @@ _ROOM_BYTES = max(CHECK_BYTES) + GUARD_BYTES + 255 & -256
 SWEEP_AT = 8  # hand-offs released and not given back: asking HIP at every visit of a step takes a part of its time
 BOUNCE_BYTES = 4 << 20  # of each half of a bounce's buffer: what PCIe moves in the time of a few launches
 
-AnyRows = TypeVar("AnyRows", bound=Rows)
-
 
 class Transport(Protocol):
     """Moves hand-offs unopened. Safe for any number of threads.
@@ -52,7 +50,7 @@ class Transport(Protocol):
     scope that its stage runs in. Whoever holds the sent hand-off then releases it, as any other.
     """
 
-    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
+    def send(self, rows: Rows, source_device: int) -> Rows:
         """Rows that a stage on this device has made, ready to be received."""
 
     def receive(
@@ -79,7 +77,7 @@ class Transport(Protocol):
 class InProcess:
     """Stages that are threads of one process, with memory on the host."""
 
-    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
+    def send(self, rows: Rows, source_device: int) -> Rows:
         return rows
 
     def receive(
@@ -154,12 +152,12 @@ class PeerCopies:
         self._released: list[_SentLease] = []
         self._lock = threading.Lock()
 
-    def send(self, rows: AnyRows, source_device: int) -> AnyRows:
+    def send(self, rows: Rows, source_device: int) -> Rows:
         """Marks on the current stream when `rows` are there."""
         if rows.lease is None:
             raise ValueError("send: these rows have no lease; only what a stage's run has returned can be sent")
         _check_current(source_device, "send from")
-        return replace(rows, lease=_SentLease(rows.lease, Event().record(), self._give_back))
+        return rows.leased(_SentLease(rows.lease, Event().record(), self._give_back))
 
     def receive(
         self, sent: Rows, source_device: int, target_device: int, memory: StageMemory, room_u8: Tensor | None = None

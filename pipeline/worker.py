@@ -311,11 +311,11 @@ class Worker:
         began = self._clock.mark() if task.timed else None
         made = self.stage.run(partial(self._rows_for, task, visit), visit, between=between)
         try:
-            with memory.scope():
-                # Of a step's row what is no number stays so up to its logits, which are looked at.
-                if isinstance(made, HandOff) and not job.is_step:
+            # Of a step's row what is no number stays so up to its logits, which are looked at.
+            if isinstance(made, HandOff) and not job.is_step:
+                with memory.scope():
                     self._checks.begin(made)
-                answers = self._line.answers(task, made)
+            answers = self._line.answers(task, made)
             if answers is None:
                 task.rows, task.sender = self._transport.send(made, self.device), (self, visit)
         except BaseException:
