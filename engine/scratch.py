@@ -84,7 +84,8 @@ class _Frame:
         memory.frames.pop()
         memory.room = None
         run = self._run
-        if kind is None and run.asked_anew():
+        # Too few to write a script of are not written down each time.
+        if kind is None and (run.script is not None or len(run.asked) >= MIN_ROOM) and run.asked_anew():
             memory.remember(self._name, run.written_down(lambda span: self.lent.get(span.offset) is span))
         if run.room is not None:
             memory.poison(run.room.ranges())
