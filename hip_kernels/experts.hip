@@ -1,7 +1,7 @@
 // Routed FP4 experts and the shared FP8 one (experts_hip.py; backbone.md section 10).
 //
-// At most 16 rows, R * (k + 1) <= 128; side by side workgroups have 64 or 128 columns, in two runs, above each other the
-// shared expert, in S / 4 of them where it has S segments, and the pairs of a row and a choice:
+// At most 16 rows, R * (k + 1) <= 128; side by side workgroups have 64 or 128 columns, in two runs, above each other
+// the shared expert, in S / 4 of them where it has S segments, and the pairs of a row and a choice:
 //   mixture_up         gate and up, clamp and SiLU, the routing weight, ActQuant8. Grid (ceil(I / 64), 1 + R k)
 //   mixture_down       outputs, and by the last workgroup at some columns their sum: a row's experts by ascending id,
 //                      the shared one last. Grid (ceil(D / 128), S / 4 + R k)

@@ -29,7 +29,8 @@ RL_DEV void multiply(rl_u16* lds, const Weight& w, const rl_u16* x, int n_rows, 
   const int own_tiles = kWaves / w.n_segments, tile0 = group * own_tiles;
   const int tile = smaller(tile0 + rl::wave() / w.n_segments, w.n_cols / kTile - 1);
   const int first = rl::wave() % w.n_segments * w.segment;
-  FewStream<WeightE4m3, 1, Rows> stream = {{WeightE4m3::at(w.tiles, (rl_i64)tile * blocks + first)}, x + first * kStep, {}};
+  const WeightE4m3 own = WeightE4m3::at(w.tiles, (rl_i64)tile * blocks + first);
+  FewStream<WeightE4m3, 1, Rows> stream = {{own}, x + first * kStep, {}};
   // All are 0, but a row that the compiler knows for the same in all lanes goes through scalar registers: 6 % more.
 #pragma unroll
   for (int i = 0; i < Rows::kOwn; ++i)
@@ -39,9 +40,8 @@ RL_DEV void multiply(rl_u16* lds, const Weight& w, const rl_u16* x, int n_rows, 
   float* sums = (float*)lds;
   leave_sums<Rows>(sums, acc);
   for (int i = rl_tid(); i < own_tiles * kTile; i += kThreads) {
-    const int own = i / kTile, col = (tile0 + own) * kTile + i % kTile;
-    if (col < w.n_cols)
-      w.out[col] = rl::f32_to_bf16(over_segments<1>(sums, own * w.n_segments, w.n_segments, 0, i % kTile));
+    const int first_wave = i / kTile * w.n_segments, col = tile0 * kTile + i;
+    if (col < w.n_cols) w.out[col] = rl::f32_to_bf16(over_segments<1>(sums, first_wave, w.n_segments, 0, i % kTile));
   }
 }
 

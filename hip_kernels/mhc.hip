@@ -4,19 +4,19 @@
 // for the next one, and project them on 24 coefficients. FP32 weights are three BF16 components, 8 bits each, whose
 // products with BF16 activations are exact; one read of the activations serves all three, and their squares.
 // Grid (ceil(WIDTH/128), ceil(R/32)); 384 threads = 12 waves: a segment of 128 channels of each stream, 32 rows. A wave
-// has 16 rows and 16 of the 80 columns, or the squares; of at most 16 rows two such jobs, each of one stream. A stream's
-// 8 steps of 16 channels are one sum; the streams' sums are added by halves, components least first, segments by
-// mhc_finish.
+// has 16 rows and 16 of the 80 columns, or the squares; of at most 16 rows two such jobs, each of one stream. The 8
+// steps of 16 channels of a stream are one sum; the streams' sums are added by halves, components least first, segments
+// by mhc_finish.
 // LDS: activations [32][kRowStride], then sums [32][kSumStride], or a stream's [4][16][kSumStride].
 //
-// mhc_finish: grid (R, 1); 160 threads = 5 waves, of which the last one mixes while the others norm; LDS a float a wave.
+// mhc_finish: grid (R, 1); 160 threads = 5 waves, the last of which mixes while the others norm; LDS a float a wave.
 //
 // mhc_few: both for one row, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's sums in
 // its order. Grid (ceil(WIDTH/128), 1).
 //
 // Budget on gfx1100: mhc_pass: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
 // Budget on gfx1100: mhc_few: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
-// Budget on gfx1100: mhc_finish: 72 VGPRs, 16 bytes of LDS, 15 waves per SIMD, no scratch.
+// Budget on gfx1100: mhc_finish: 64 VGPRs, 16 bytes of LDS, 15 waves per SIMD, no scratch.
 #include "explog.hip.h"
 #include "rms.hip.h"
 

@@ -44,7 +44,7 @@ template <int kWidth> struct Norm {
     return sum;
   }
 
-  // Eight channels from `at` on of all rows that `out` has; lanes that have none go along: they round together.
+  // Eight channels, the first of them `at` from where out begins; lanes that have none go along: they round together.
   RL_DEV void store_piece(const Normed& out, rl_i64 at, const rl::Words4& own, const rl::Words4& weight, float inverse,
                           bool real) {
     Piece x = unpack(own);
@@ -63,7 +63,8 @@ template <int kWidth> struct Norm {
     for (int i = 0; i < kPieces; ++i) {
       const int at = channel(i, thread);
       const bool real = at < kWidth;
-      store_piece(out, at, real ? own.words[i] : rl::Words4{}, real ? load_words(weight + at) : rl::Words4{}, inverse, real);
+      const rl::Words4 none = {};
+      store_piece(out, at, real ? own.words[i] : none, real ? load_words(weight + at) : none, inverse, real);
     }
   }
 

@@ -116,8 +116,9 @@ RL_KERNEL(kThreads) router_few(float* scores, int* ids, float* weights,
   const int tile = smaller(tile0 + rl::wave() / n_segments, tiles - 1), first = rl::wave() % n_segments * segment;
   const WeightBf16 own_weight = WeightBf16::at({gate, nullptr}, (rl_i64)tile * blocks + first);
   const int n_blocks = smaller(segment, blocks - first);
-  if (rl::EightRows::serve(n_rows)) multiply<rl::EightRows>(lds, own_weight, x + first * kStep, n_rows, blocks, n_blocks);
-  else multiply<rl::SixteenRows>(lds, own_weight, x + first * kStep, n_rows, blocks, n_blocks);
+  const rl_u16* own_x = x + first * kStep;
+  if (rl::EightRows::serve(n_rows)) multiply<rl::EightRows>(lds, own_weight, own_x, n_rows, blocks, n_blocks);
+  else multiply<rl::SixteenRows>(lds, own_weight, own_x, n_rows, blocks, n_blocks);
   float* sums = (float*)lds;
   for (int i = rl_tid(); i < own_tiles * kTile * kTile; i += kThreads) {
     const int own = i / (kTile * kTile), row = i / kTile % kTile, col = (tile0 + own) * kTile + i % kTile;
