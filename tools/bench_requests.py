@@ -41,17 +41,20 @@ class Requests:
         self._memory = Memory(engine)
         self._model = CostModel(engine.config)
 
-    def submit(self, name: str, n_prompt: int, n_output: int) -> Stream:
-        """n_prompt random ids, cold."""
+    def submit(self, name: str, n_prompt: int, n_output: int, logits_digest: bool = False) -> Stream:
+        """n_prompt random ids, cold; logits_digest as in Request."""
         dice = random.Random(f"{self._seed} {name}")
         ids = dice.choices(range(LEAST_ID, self._engine.config.text_config.vocab_size), k=n_prompt)
         params = SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0)
-        return self._engine.submit(Request(prompt_ids=ids, params=params))
+        return self._engine.submit(Request(prompt_ids=ids, params=params, logits_digest=logits_digest))
 
     def prefill(self, n_tokens: int, report_rows: int) -> str:
-        """Up to the first id, a line on the way every report_rows rows. The output's hash; raises EngineError."""
+        """Up to the first id, a line on the way every report_rows rows. The output's hash; raises EngineError.
+
+        One id hides much that is wrong, so the hash is of its logits' too.
+        """
         self._memory.begin()
-        stream, told, next_rows = self.submit(f"prefill {n_tokens}", n_tokens, 1), (0, 0.0), report_rows
+        stream, told, next_rows = self.submit(f"prefill {n_tokens}", n_tokens, 1, True), (0, 0.0), report_rows
         while not stream.ended:
             time.sleep(LOOK_S)
             self._memory.look()
@@ -69,15 +72,17 @@ class Requests:
                 told, next_rows = (done, now_s), done - done % report_rows + report_rows
         summary = summary_of(stream)
         assert summary.first_token_s
+        assert summary.logits_sha256
+        output_sha256 = joined_sha256([summary.output_ids_sha256, summary.logits_sha256])
         self._say(
             line="prefill",
             prompt_tokens=n_tokens,
             seconds=summary.first_token_s,
             tokens_s=n_tokens / summary.first_token_s,
-            output_sha256=summary.output_ids_sha256,
+            output_sha256=output_sha256,
             **self._memory.figures(),
         )
-        return summary.output_ids_sha256
+        return output_sha256
 
     def decode(self, n_streams: int, n_context: int, n_output: int) -> str:
         """All streams at once; the window is from the last one's first token to the first one's last.

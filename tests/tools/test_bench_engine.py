@@ -9,6 +9,7 @@ from hip_cases import write_fitting_model
 
 from rocline.engine import release
 from rocline.engine.config import ModelConfig
+from rocline.engine.digest import LogitsDigest
 from rocline.pipeline.engine import Engine
 from rocline.tools import bench_engine, bench_requests, cli
 
@@ -82,6 +83,15 @@ def test_the_same_answers_however_it_is_cut(measure, noise):
     first, longer, *others = hashes
     assert [longer[0], longer[2]] == first
     assert first not in others
+
+
+def test_a_prefills_hash_is_of_its_logits_too(measure, noise, monkeypatch):
+    """One id stays the same when much is wrong."""
+    _, (_, line), _ = measure(*noise, "--prefill", "20")
+    add = LogitsDigest.add
+    monkeypatch.setattr(LogitsDigest, "add", lambda digest, logits_f32: add(digest, logits_f32 + 1e-3))
+    _, (_, other), _ = measure(*noise, "--prefill", "20")
+    assert line["output_sha256"] != other["output_sha256"]
 
 
 def test_a_step_of_one_row_reads_the_chosen_experts(measure, micro_model):
