@@ -12,7 +12,7 @@ from rocline.hip_kernels.kernel import Kernel, launch
 from rocline.hip_kernels.linear_hip import WAVES, segments_of
 from rocline.hip_kernels.weight_tiles import STEP, TILE, WeightTiles
 
-FEW_ROWS = 1  # of more two launches are quicker: one workgroup would norm all of them
+FEW_ROWS = 2  # at most 8; one workgroup norms them, and more rows are quicker in two launches
 LDS_BYTES = WAVES * TILE * (STEP + 8) * 2 + 4
 
 

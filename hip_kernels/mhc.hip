@@ -11,8 +11,8 @@
 //
 // mhc_finish: grid (R, 1); 160 threads = 5 waves, the last of which mixes while the others norm; LDS a float a wave.
 //
-// mhc_few: both for one row, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's sums in
-// its order. Grid (ceil(WIDTH/128), 1).
+// mhc_few: both for at most 16 rows, in mhc_pass's workgroups: the last of them to be done finishes, with mhc_finish's
+// sums in its order. Grid (ceil(WIDTH/128), 1).
 //
 // Budget on gfx1100: mhc_pass: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
 // Budget on gfx1100: mhc_few: 144 VGPRs, 33280 bytes of LDS, 9 waves per SIMD, no scratch.
@@ -287,34 +287,47 @@ RL_KERNEL(kPassThreads) mhc_few(PASS_ARGUMENTS, FINISH_ARGUMENTS, int* counter) 
   RL_DYN_SHARED(rl_u16, lds);
   pass<false>(lds, PASS);
   if (!rl::last_of(kSegments, counter, (int*)lds)) return;
-  // In two steps, each of which waits for memory once: what is added up, and what comes of it.
+  // In two steps, each of which waits for memory once: what is added up of every row, and what comes of it.
   typedef Norm<WIDTH> N;
-  float* squares = (float*)lds + 4;  // [4], behind last_of's word
-  if (rl::wave() == kPassThreads / 32 - 1) {
-    const float total = sums ? over_row_segments(sums, 0) : 0.0f;
-    rl_sync();
-    if (sums) mix_row(MIX, total, 0);
-    return;
-  }
-  constexpr int kStoring = kPassThreads - 32, kOwnPieces = (WIDTH / kPiece + kStoring - 1) / kStoring;
-  rl::Words4 own[kOwnPieces] = {}, by[kOwnPieces] = {};
+  constexpr int kWaves = kPassThreads / 32, kRowPieces = WIDTH / kPiece, kAtOnce = 2;
+  const int n_mixing = sums ? n_rows < kWaves / 2 ? n_rows : kWaves / 2 : 0;  // the last waves, which do nothing else
+  const int n_pieces = n_rows * kRowPieces, stride = (kWaves - n_mixing) * 32;
+  rl::Words4 own[kAtOnce], by[kAtOnce];
+  const auto read = [&](int start) {
 #pragma unroll
-  for (int i = 0; i < kOwnPieces; ++i) {
-    const int at = (i * kStoring + rl_tid()) * kPiece;
-    if (at >= WIDTH) continue;
-    own[i] = load_words(normed + at);
-    by[i] = load_words(weight + at);
-  }
-  if (rl::wave() < N::kWaves) {
-    const float sum = N::sum_of_wave(normed, rl::wave());
-    if (rl::lane() == 0) squares[rl::wave()] = sum;
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = start + j * stride + rl_tid(), piece = at < n_pieces ? at : n_pieces - 1;
+      own[j] = load_words(normed + (rl_i64)piece * kPiece);
+      by[j] = load_words(weight + piece % kRowPieces * kPiece);
+    }
+  };
+  read(0);
+  float* squares = (float*)lds + 4;  // [R, 4], behind last_of's word
+  float* totals = squares + kTileRows * N::kWaves;  // [R, 32]
+  const int n_quarters = n_rows * N::kWaves, n_jobs = n_quarters + (sums ? n_rows : 0);
+  for (int job = rl::wave(); job < n_jobs; job += kWaves) {
+    if (job < n_quarters) {
+      const float sum = N::sum_of_wave(normed + (rl_i64)(job / N::kWaves) * WIDTH, job % N::kWaves);
+      if (rl::lane() == 0) squares[job] = sum;
+    } else {
+      totals[(job - n_quarters) * 32 + rl::lane()] = over_row_segments(sums, job - n_quarters);
+    }
   }
   rl_sync();
-  const float inverse = N::inverse_of(squares, norm_eps);
+  const int mixing = rl::wave() - (kWaves - n_mixing);
+  if (mixing >= 0) {
+    const Mix a = MIX;
+    for (int row = mixing; row < n_rows; row += n_mixing) mix_row(a, totals[row * 32 + rl::lane()], row);
+    return;
+  }
+  for (int start = 0; start < n_pieces; start += kAtOnce * stride) {  // all of a wave go round as often
+    if (start) read(start);
 #pragma unroll
-  for (int i = 0; i < kOwnPieces; ++i) {
-    const int at = (i * kStoring + rl_tid()) * kPiece;
-    N::store_piece({normed, rounded}, at, own[i], by[i], inverse, at < WIDTH);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = start + j * stride + rl_tid(), row = (at < n_pieces ? at : n_pieces - 1) / kRowPieces;
+      const float inverse = N::inverse_of(squares + row * N::kWaves, norm_eps);
+      N::store_piece({normed, rounded}, (rl_i64)at * kPiece, own[j], by[j], inverse, at < n_pieces);
+    }
   }
 }
 RL_EXPORT(mhc_few)

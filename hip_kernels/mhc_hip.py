@@ -3,7 +3,7 @@
 mhc_pass_hip merges the last sublayer's output, collapses for the next one and projects, in one reading of the streams;
 mhc_finish_hip norms what was collapsed and turns the projection into coefficients. That moves 2n + 4 values of D a
 row: n + 1 in, n + 1 out, and the norm's two. The results are those of the operators of mhc.py one after the other.
-mhc_enter_hip is both; of one row in one launch, with the same bits.
+mhc_enter_hip is both; where rows are few, in one launch, with the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ STREAMS, SUMS = 4, 24
 SEGMENT, ROWS = 128, 32  # a workgroup's channels of each stream, and rows
 COL_TILES = 5
 PASS_LDS_BYTES = ROWS * (STREAMS * SEGMENT + 8) * 2
+# One workgroup finishes these: of more rows a launch of its own is quicker (docs/decode_path.md). At most 16.
+FEW_ROWS = 2
 _PASS, _FINISH = "P" * 9 + "i", "P" * 9 + "ffi"
 
 
@@ -221,7 +223,7 @@ def mhc_enter_hip(
     projection, partials_f32 = (mixing.projection, mixing.partials_f32) if mixing else (None, None)
     passing = streams_bf16, merge, streams_bf16 if merge else None, pre_f32, out_bf16, projection, partials_f32
     n_rows, _, width = streams_bf16.shape
-    if n_rows > 1:  # one workgroup would finish all of them: a launch of its own is quicker (docs/decode_path.md)
+    if n_rows > FEW_ROWS:
         mhc_pass_hip(*passing)
         mhc_finish_hip(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
     elif n_rows:

@@ -271,9 +271,9 @@ def launches_by_kind(model, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("n_sequences", "more"), [(1, 0), (2, 3)])
-def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences, more):
-    """The budget is of one row; norms and coefficients of more have launches of their own, three a layer."""
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences):
+    """Two rows take no more of them than one."""
     handles = [model.open() for _ in range(n_sequences)]
     for handle in handles:
         model.prefill(handle, prompt(rng, 41))
@@ -282,7 +282,7 @@ def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences, mor
         model.close(handle)
     for kind, (_, allowed, _) in LAUNCHES.items():
         print(f"{kind}: {got[kind]} kernels of a decode row, {allowed} allowed")
-    assert got == {kind: {today + more} for kind, (today, _, _) in LAUNCHES.items()}
+    assert got == {kind: {today} for kind, (today, _, _) in LAUNCHES.items()}
     assert all(today <= allowed for today, allowed, _ in LAUNCHES.values())
 
 

@@ -14,6 +14,7 @@ from rocline.hip_kernels.mhc import (
     mhc_project_ref,
 )
 from rocline.hip_kernels.mhc_hip import (
+    FEW_ROWS,
     Coefficients,
     Merge,
     Mixing,
@@ -157,7 +158,7 @@ def test_rows_are_their_own(device, rng, n_rows):
 
 
 @pytest.mark.parametrize("width", [96, 1056, 5120])  # less than a wave's pieces, not whole rounds of them, the release
-@pytest.mark.parametrize("n_rows", [1, 2, 17])
+@pytest.mark.parametrize("n_rows", [1, FEW_ROWS, FEW_ROWS + 1])
 def test_one_launch_or_two_give_the_same_bits(device, rng, n_rows, width):
     layer = Layer(device, rng, n_rows, width)
     for merge in (True, False):
