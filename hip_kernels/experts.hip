@@ -6,13 +6,14 @@
 //   mixture_down       outputs, and by the last workgroup at some columns their sum: a row's experts by ascending id,
 //                      the shared one last. Grid (ceil(D / 128), S / 4 + R k)
 // More rows, in tiles of one expert each (expert_sort.hip):
-//   *_up_few, _64      Grid (ceil(I / 64), tiles)
+//   routed_up_*        Grid (ceil(I / 64), tiles)
+//   shared_up_64, _128 of so many rows a workgroup, in order. Grid (ceil(I / 64), ceil(R / 64 or 128))
 //   routed_down_*      Grid (ceil(D / 128), tiles)
 //   expert_sum         Grid (ceil(D / 2048), R)
 // At load:
 //   prepare_e2m1       FP4 codes into tiles. Grid (ceil(lanes of all tiles / 256), 1)
 //
-// 256 threads = 8 waves; LDS as the binding says. A tile has at most 16 rows (few) or 64. What is done for a row
+// 256 threads = 8 waves; LDS as the binding says. An expert's tile has at most 16 rows (few) or 64. What is done for a row
 // depends on nothing but that row, wherever it was sorted to.
 //
 // Budget on gfx1100: mixture_up: 168 VGPRs, 32768 bytes of LDS, 8 waves per SIMD, no scratch.
@@ -22,6 +23,7 @@
 // Budget on gfx1100: routed_up_64: 128 VGPRs, 20480 bytes of LDS, 10 waves per SIMD, no scratch.
 // Budget on gfx1100: routed_down_64: 128 VGPRs, 20480 bytes of LDS, 10 waves per SIMD, no scratch.
 // Budget on gfx1100: shared_up_64: 128 VGPRs, 20480 bytes of LDS, 10 waves per SIMD, no scratch.
+// Budget on gfx1100: shared_up_128: 184 VGPRs, 30720 bytes of LDS, 8 waves per SIMD, no scratch.
 // Budget on gfx1100: expert_sum: 40 VGPRs, 0 bytes of LDS, 16 waves per SIMD, no scratch.
 // Budget on gfx1100: prepare_e2m1: 24 VGPRs, 0 bytes of LDS, 16 waves per SIMD, no scratch.
 #include "act_terms.hip.h"
@@ -199,8 +201,8 @@ RL_DEV void put_hidden(const Up<W>& a, const RowTile& tile, int row, int col, co
   if (is_real) store_words(a.hidden + (rl_i64)pair * a.n_inner + col, words);
 }
 
-template <class W> RL_DEV void up_64(rl_u16* lds, const Up<W>& a, const RowTile& tile) {
-  typedef Tiled<W, 64> T;
+template <class W, int kRows> RL_DEV void up_tiled(rl_u16* lds, const Up<W>& a, const RowTile& tile) {
+  typedef Tiled<W, kRows> T;
   if (tile.n_rows <= 0) return;
   const int cols = kCols / 2, col0 = rl_bid_x() * cols, col_tiles = (a.n_inner + kTile - 1) / kTile;
   static_assert(T::kNFrags == 1, "a wave has gate or up");
@@ -219,16 +221,21 @@ template <class W> RL_DEV void up_64(rl_u16* lds, const Up<W>& a, const RowTile&
   }
   run(t, 0, a.blocks, a.segment);
 
-  constexpr int kWidth = kCols + 8;
-  static_assert(T::kRows * kWidth <= 2 * T::kRows * kStride + kWaves * kOwnElements, "outputs replace what was staged");
+  constexpr int kPassRows = 64, kWidth = kCols + 8;
+  static_assert(kPassRows * kWidth <= 2 * T::kRows * kStride + kWaves * kOwnElements, "outputs replace what was staged");
 #pragma unroll
-  for (int m = 0; m < T::kMFrags; ++m)
-    rl::store_tile(lds + T::frag_row(m) * kWidth + T::frag_col(0), kWidth, t.total[m][0]);
-  rl_sync();
-  for (int i = rl_tid(); i < T::kRows * cols / kPiece; i += T::kThreads) {
-    const int row = i / (cols / kPiece), col = i % (cols / kPiece) * kPiece;
-    const rl_u16* from = lds + row * kWidth + col;
-    put_hidden(a, tile, row, col0 + col, load_piece(from), load_piece(from + cols));
+  for (int pass = 0; pass < kRows / kPassRows; ++pass) {
+    rl_sync();  // nobody reads what was staged, or sums that lie there, any more
+#pragma unroll
+    for (int m = 0; m < T::kMFrags; ++m)
+      if (T::frag_row(m) / kPassRows == pass)
+        rl::store_tile(lds + T::frag_row(m) % kPassRows * kWidth + T::frag_col(0), kWidth, t.total[m][0]);
+    rl_sync();
+    for (int i = rl_tid(); i < kPassRows * cols / kPiece; i += T::kThreads) {
+      const int row = i / (cols / kPiece), col = i % (cols / kPiece) * kPiece;
+      const rl_u16* from = lds + row * kWidth + col;
+      put_hidden(a, tile, pass * kPassRows + row, col0 + col, load_piece(from), load_piece(from + cols));
+    }
   }
 }
 
@@ -280,16 +287,31 @@ RL_EXPORT(routed_up_few)
 
 RL_KERNEL(kThreads) routed_up_64(UP_ARGUMENTS) {
   RL_DYN_SHARED(rl_u16, lds);
-  up_64<WeightFp4>(lds, UP, sorted_tile(tiles, pairs));
+  up_tiled<WeightFp4, 64>(lds, UP, sorted_tile(tiles, pairs));
 }
 RL_EXPORT(routed_up_64)
 
-RL_KERNEL(kThreads) shared_up_64(UP_ARGUMENTS) {  // rows in order
+// Of the shared expert, rows in order.
+template <int kRows> RL_DEV void shared_up(rl_u16* lds, const Up<WeightE4m3>& a, int n_rows) {
+  const int first = rl_bid_y() * kRows;
+  up_tiled<WeightE4m3, kRows>(lds, a, {0, smaller(n_rows - first, kRows), nullptr, first});
+}
+RL_KERNEL(kThreads) shared_up_64(UP_ARGUMENTS) {
   RL_DYN_SHARED(rl_u16, lds);
-  const int first = rl_bid_y() * 64;
-  up_64<WeightE4m3>(lds, UP, {0, smaller(n_rows - first, 64), nullptr, first});
+  const Up<WeightE4m3> a = UP;
+  shared_up<64>(lds, a, n_rows);
 }
 RL_EXPORT(shared_up_64)
+
+#if defined(RL_CUDA)
+extern "C" __device__ int shared_up_128_lds_bytes = kTotalBytes<Tiled<WeightE4m3, 128>> + 512;  // as in linear.hip
+#endif
+RL_KERNEL(kThreads) shared_up_128(UP_ARGUMENTS) {
+  RL_DYN_SHARED(rl_u16, lds);
+  const Up<WeightE4m3> a = UP;
+  shared_up<128>(lds, a, n_rows);
+}
+RL_EXPORT(shared_up_128)
 
 RL_KERNEL(kThreads) routed_down_few(DOWN_ARGUMENTS) {
   RL_DYN_SHARED(float, sums);

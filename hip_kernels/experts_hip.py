@@ -61,9 +61,12 @@ _SORT = Kernel(
 _MIXTURE_UP = Kernel("experts.hip", "mixture_up", "P" * 14 + "iiiiiifi", threads=THREADS, lds_bytes=MIXTURE_LDS_BYTES)
 _MIXTURE_DOWN = Kernel("experts.hip", "mixture_down", "P" * 11 + "i" * 8, threads=THREADS, lds_bytes=MIXTURE_LDS_BYTES)
 _ROUTED_UP = _pair("routed_up", "PPPPPPPPPiiiiif")
-_SHARED_UP = Kernel(
-    "experts.hip", "shared_up_64", "PPPPPPPPPiiiiif", threads=THREADS, lds_bytes=tiled_lds_bytes(TILE_ROWS)
-)
+_SHARED_UP = {
+    rows: Kernel(
+        "experts.hip", f"shared_up_{rows}", "PPPPPPPPPiiiiif", threads=THREADS, lds_bytes=tiled_lds_bytes(rows)
+    )
+    for rows in (64, 128)
+}
 _DOWN = _pair("routed_down", "PPPPPPiii")
 _SUM = Kernel("experts.hip", "expert_sum", "PPPPii", threads=THREADS)
 _PREPARE = Kernel("experts.hip", "prepare_e2m1", "PPPPiii", threads=THREADS)
@@ -72,7 +75,7 @@ RELEASE_KERNELS = (
     _MIXTURE_UP,
     _MIXTURE_DOWN,
     *_ROUTED_UP.values(),
-    _SHARED_UP,
+    *_SHARED_UP.values(),
     *_DOWN.values(),
     _SUM,
     _PREPARE,
@@ -255,9 +258,10 @@ def shared_up_hip(rounded_bf16: Tensor, shared: ExpertWeights, limit: float, hid
     n_rows, n_inner = hidden_bf16.shape
     none = (None, None, None)
     dims = (n_rows, n_inner, *_depth(shared.w1), 1, limit)
-    grid = (-(-n_inner // UP_COLS), -(-n_rows // TILE_ROWS))
+    rows = min(_SHARED_UP) if n_rows <= min(_SHARED_UP) else max(_SHARED_UP)
+    grid, kernel = (-(-n_inner // UP_COLS), -(-n_rows // rows)), _SHARED_UP[rows]
     args = (hidden_bf16, rounded_bf16, *_codes(shared), *none, *dims)
-    launch(_SHARED_UP, grid=grid, args=args, lds_bytes=_SHARED_UP.lds_bytes)
+    launch(kernel, grid=grid, args=args, lds_bytes=kernel.lds_bytes)
 
 
 def _depth(tiles: WeightTiles) -> tuple[int, int]:

@@ -166,8 +166,8 @@ def test_b23_at_lengths_read_in_whole_rounds(device, rng):
 
 
 def test_b23_of_the_shared_expert_in_many_workgroups(device, rng):
-    """All rows at once and a workgroup's rows at a time, on a card at the release's width: there workgroups share a
-    multiprocessor, and a wave that overtakes the others may overwrite what they still read."""
+    """Of rows by 128 and by 64, on a card at the release's width: workgroups share a multiprocessor there, and a wave
+    that overtakes the others overwrites what they still read."""
     n_rows, width, inner = (1_000, 5120, 2304) if device.is_card else (300, 128, 96)
     gate, up = (fp8_weight(rng, inner, width) for _ in range(2))
     gate, up = (prepare_fp8_weight(Fp8Weight(*map(device.put, weight))) for weight in (gate, up))
