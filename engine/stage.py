@@ -294,11 +294,14 @@ class Stage:
         record(layer, "pre_in", running.rows.pre_f32)
         if entered is None:
             entered = self._enter(weights, running)
-        running, unmixed = self._attention(role, weights, running, entered, raw_bf16, record)
+        running, heads_bf16, mixed = self._attention(role, weights, running, entered, raw_bf16, record)
         rows = running.rows
         if not rows.n_rows:
             return running
-        into = streams.merge_enter(config, unmixed, weights.ffn_norm_bf16, weights.hc_ffn, rows.streams_bf16)
+        after = weights.ffn_norm_bf16, weights.hc_ffn, rows.streams_bf16
+        attn_bf16, into = attention.project_out(config, weights.attention, heads_bf16, mixed, *after)
+        record(layer, "attn_out", attn_bf16)
+        _record_mix(record, layer, "hc_attn", mixed)
         u_bf16, mixed = into.u_bf16, into.coefficients
         out_bf16 = experts.mixture(config, weights.experts, layer, u_bf16, record, into.rounded_bf16)
         running = _Running(replace(rows, pre_f32=mixed.pre_f32), running.tables, streams.Unmixed(out_bf16, mixed))
@@ -376,8 +379,8 @@ class Stage:
         entered: streams.Entered,
         raw_bf16: Tensor | None,
         record: Recorder,
-    ) -> tuple[_Running, streams.Unmixed]:
-        """The rows that the next layer needs, and the attention sublayer's output for them.
+    ) -> tuple[_Running, Tensor, streams.Coefficients]:
+        """The rows that the next layer needs, and for them head outputs [R, H, hd] and the sublayer's coefficients.
 
         Window rows are made of all rows present.
         """
@@ -420,10 +423,7 @@ class Stage:
         record(layer, "q", q_bf16)
         heads_bf16 = self._attend(role, w, running, all_rows, fresh_u8, rings, q_bf16)
         record(layer, "o", heads_bf16)
-        out_bf16 = attention.project_out(config, w, heads_bf16)
-        record(layer, "attn_out", out_bf16)
-        _record_mix(record, layer, "hc_attn", mixed)
-        return running, streams.Unmixed(out_bf16, mixed)
+        return running, heads_bf16, mixed
 
     def _ring_rows(self, layer: int, rows: HandOff) -> Tensor:
         """[all slots, bytes] the window rings of a layer, into which the rows' own are about to be written."""

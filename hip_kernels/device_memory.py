@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rocline.hip_kernels.driver import copy_async, refuse_in_capture
 
-COUNTERS = 8  # rows that kernels count the workgroups of: as many as a step of few rows has
+COUNTERS = 64  # of workgroups done, by segments of a row's channels at most
+ROW_COUNTERS = 8  # of them, for kernels that count by rows: as many as a step of few rows has
 
 
 class Uploads(Protocol):

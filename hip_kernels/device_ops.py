@@ -26,7 +26,7 @@ from rocline.hip_kernels.compressor_hip import (
     compressed_row_hip,
     pool_pairs_hip,
 )
-from rocline.hip_kernels.device_memory import here, upload
+from rocline.hip_kernels.device_memory import ROW_COUNTERS, here, upload
 from rocline.hip_kernels.embedding import embedding_hip
 from rocline.hip_kernels.engram_hip import FEW_ROWS as FEW_ENGRAM
 from rocline.hip_kernels.engram_hip import engram_decode_hip, engram_few_hip, engram_gate_hip, engram_merge_hip
@@ -50,6 +50,7 @@ from rocline.hip_kernels.mhc_hip import (
     mhc_pass_hip,
     partials_shape,
 )
+from rocline.hip_kernels.project_enter_hip import project_enter_hip, project_enters
 from rocline.hip_kernels.rmsnorm import rmsnorm_hip
 from rocline.hip_kernels.rope import rope_hip
 from rocline.hip_kernels.router_hip import router_hip
@@ -219,12 +220,58 @@ def _enter(
     comb_f32: Tensor,
     rounded_bf16: Tensor | None = None,
 ) -> None:
-    n_rows, _, width = streams_bf16.shape
-    projection = Projection(width, fn_bf16, scale_f32, base_f32)
-    partials_f32 = here.lend(partials_shape(n_rows, width), torch.float32)
-    mixing = Mixing(projection, partials_f32, Coefficients(new_pre_f32, post_f32, comb_f32), eps, n_iters)
+    mixing = _mixing(streams_bf16, (fn_bf16, scale_f32, base_f32), (new_pre_f32, post_f32, comb_f32), eps, n_iters)
     into = mixing, out_bf16, here.counters_i32[:1], rounded_bf16
     mhc_enter_hip(streams_bf16, merge, pre_f32, norm_bf16, norm_eps, *into)
+
+
+def _mixing(
+    streams_bf16: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    made_f32: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    n_iters: int,
+) -> Mixing:
+    n_rows, _, width = streams_bf16.shape
+    partials_f32 = here.lend(partials_shape(n_rows, width), torch.float32)
+    return Mixing(Projection(width, *weights), partials_f32, Coefficients(*made_f32), eps, n_iters)
+
+
+def _project_heads_enter(
+    heads_bf16: Tensor,
+    wo_a: WeightTiles,
+    n_groups: int,
+    wo_b: WeightTiles,
+    grouped_bf16: Tensor,
+    sublayer_bf16: Tensor,
+    merge_post_f32: Tensor,
+    merge_comb_f32: Tensor,
+    streams_bf16: Tensor,
+    pre_f32: Tensor,
+    norm_bf16: Tensor,
+    fn_bf16: Tensor,
+    scale_f32: Tensor,
+    base_f32: Tensor,
+    norm_eps: float,
+    eps: float,
+    n_iters: int,
+    out_bf16: Tensor,
+    new_pre_f32: Tensor,
+    post_f32: Tensor,
+    comb_f32: Tensor,
+    rounded_bf16: Tensor | None = None,
+) -> None:
+    merge, weights = Merge(sublayer_bf16, merge_post_f32, merge_comb_f32), (fn_bf16, scale_f32, base_f32)
+    made_f32 = new_pre_f32, post_f32, comb_f32
+    if not project_enters(len(heads_bf16), wo_b, len(here.counters_i32)):
+        products.project_heads(heads_bf16, wo_a, n_groups, wo_b, grouped_bf16, sublayer_bf16)
+        into = norm_bf16, *weights, norm_eps, eps, n_iters, out_bf16, *made_f32, rounded_bf16
+        _enter(merge, streams_bf16, pre_f32, *into)
+        return
+    products.grouped_projection(heads_bf16, wo_a, n_groups, grouped_bf16, round_out=True)
+    mixing = _mixing(streams_bf16, weights, made_f32, eps, n_iters)
+    last = pre_f32, norm_bf16, norm_eps, mixing, out_bf16, here.counters_i32, rounded_bf16
+    project_enter_hip(grouped_bf16, wo_b, streams_bf16, merge, *last)
 
 
 def _engram_add(
@@ -346,13 +393,13 @@ def _prepared_queries(
 def _index_select(queries: Queries, history: History, selected_i32: Tensor, blocks_i32: Tensor | None = None) -> None:
     n_bytes = Workspace.bytes_for(len(selected_i32), history.n_positions, selected_i32.shape[1])
     workspace = Workspace(here.lend((n_bytes,), torch.uint8))
-    index_select_hip(queries, history, workspace, selected_i32, blocks_i32, here.counters_i32)
+    index_select_hip(queries, history, workspace, selected_i32, blocks_i32, here.counters_i32[:ROW_COUNTERS])
 
 
 def _index_select_among(queries: Queries, history: History, blocks_i32: Tensor, selected_i32: Tensor) -> None:
     n_bytes = Workspace.bytes_for(len(selected_i32), 0, blocks_i32.shape[1])
     workspace = Workspace(here.lend((n_bytes,), torch.uint8))
-    index_select_among_hip(queries, history, workspace, blocks_i32, selected_i32, here.counters_i32)
+    index_select_among_hip(queries, history, workspace, blocks_i32, selected_i32, here.counters_i32[:ROW_COUNTERS])
 
 
 def _sample(logits_f32: Tensor, how: SampleRows, ids_i32: Tensor) -> None:
@@ -397,6 +444,7 @@ KERNELS: Mapping[str, Callable[..., None]] = {
     "pool_pairs": pool_pairs_hip,
     "prepared_queries": _prepared_queries,
     "project_heads": products.project_heads,
+    "project_heads_enter": _project_heads_enter,
     "put_rows": put_rows_hip,
     "rmsnorm": rmsnorm_hip,
     "rope": rope_hip,
@@ -412,6 +460,7 @@ KERNELS: Mapping[str, Callable[..., None]] = {
 }
 _COMPRESS_ROWS = ("pool_pairs", "rmsnorm", "compressed_row", "put_rows")
 _KEY_ROWS = ("index_key", "put_rows", "index_prepare")
+_PROJECT_HEADS = ("grouped_projection", "fp8_linear")
 _ENGRAM_MERGE = ("engram_gate", "mhc_merge")
 # Of operators that are others one after the other: which. They run by kernels where each of those does.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -422,7 +471,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "key_rows": _KEY_ROWS,
     "latents": ("fp8_linear", "rmsnorm", "window_row"),
     "prepared_queries": ("index_query", "index_prepare", "index_weights"),
-    "project_heads": ("grouped_projection", "fp8_linear"),
+    "project_heads": _PROJECT_HEADS,
+    "project_heads_enter": ("project_heads", *_PROJECT_HEADS, "mhc_merge_enter"),
     "rotated_linear": ("fp8_linear", "rope"),
     "rotated_linear_pair": ("fp8_linear", "rope"),
     "route_and_mix": ("router", "experts"),

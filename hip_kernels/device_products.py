@@ -94,8 +94,10 @@ def rotated_linear_pair(
     quantised(x_bf16, *products, turn=turn, rounded_bf16=rounded_bf16)
 
 
-def grouped_projection(heads_bf16: Tensor, weight: WeightTiles, n_groups: int, out_bf16: Tensor) -> None:
-    grouped_projection_hip(heads_bf16, weight, out_bf16, sums(len(heads_bf16), weight))
+def grouped_projection(
+    heads_bf16: Tensor, weight: WeightTiles, n_groups: int, out_bf16: Tensor, round_out: bool = False
+) -> None:
+    grouped_projection_hip(heads_bf16, weight, out_bf16, sums(len(heads_bf16), weight), round_out=round_out)
 
 
 def project_heads(
@@ -106,7 +108,7 @@ def project_heads(
     grouped_bf16: Tensor,
     out_bf16: Tensor,
 ) -> None:
-    grouped_projection_hip(heads_bf16, wo_a, grouped_bf16, sums(len(heads_bf16), wo_a), round_out=True)
+    grouped_projection(heads_bf16, wo_a, n_groups, grouped_bf16, round_out=True)
     fp8_linear_hip(grouped_bf16, wo_b, out_bf16, sums(len(heads_bf16), wo_b))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from rocline.hip_kernels.binding import operator
 from rocline.hip_kernels.experts import experts
 from rocline.hip_kernels.grouped_projection import grouped_projection
 from rocline.hip_kernels.linear import Fp4Weight, Fp8Weight, fp8_linear
+from rocline.hip_kernels.mhc import mhc_merge_enter
 from rocline.hip_kernels.rmsnorm import rmsnorm
 from rocline.hip_kernels.rope import rope
 from rocline.hip_kernels.router import router
@@ -125,6 +127,21 @@ def project_heads(
     """
     grouped_projection(heads_bf16, wo_a, n_groups, grouped_bf16)
     fp8_linear(grouped_bf16, wo_b, out_bf16)
+
+
+@operator
+def project_heads_enter(
+    heads_bf16: Tensor,
+    wo_a: Fp8Weight,
+    n_groups: int,
+    wo_b: Fp8Weight,
+    grouped_bf16: Tensor,
+    sublayer_bf16: Tensor,
+    *others: Any,
+) -> None:
+    """project_heads of heads_bf16 [R, H, D] into sublayer_bf16 [R, D], and mhc_merge_enter of that with the others."""
+    project_heads(heads_bf16, wo_a, n_groups, wo_b, grouped_bf16, sublayer_bf16)
+    mhc_merge_enter(sublayer_bf16, *others)
 
 
 @operator

@@ -16,24 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocline.hip_kernels.binding import BindError, bind_dims
-from rocline.hip_kernels.kernel import Kernel, launch
+from rocline.hip_kernels.kernel import Argument, Kernel, launch
 
 STREAMS, SUMS = 4, 24
 SEGMENT, ROWS = 128, 32  # a workgroup's channels of each stream, and rows
 COL_TILES = 5
 PASS_LDS_BYTES = ROWS * (STREAMS * SEGMENT + 8) * 2
+FEW_LDS_BYTES = STREAMS * 16 * (16 * COL_TILES + 1) * 4  # of at most 16 rows
 # One workgroup finishes these: of more rows a launch of its own is quicker (docs/decode_path.md). At most 16.
 FEW_ROWS = 2
-_PASS, _FINISH = "P" * 9 + "i", "P" * 9 + "ffi"
+PASS_ARGUMENTS, FINISH_ARGUMENTS = "P" * 9 + "i", "P" * 9 + "ffi"
 
 
 @cache
 def _kernels(width: int) -> tuple[Kernel, Kernel, Kernel]:
-    defines = {"WIDTH": width}
+    defines, both = {"WIDTH": width}, PASS_ARGUMENTS + FINISH_ARGUMENTS + "P"
     return (
-        Kernel("mhc.hip", "mhc_pass", _PASS, threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
-        Kernel("mhc.hip", "mhc_finish", _FINISH, threads=160, defines=defines, lds_bytes=16),
-        Kernel("mhc.hip", "mhc_few", _PASS + _FINISH + "P", threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
+        Kernel("mhc.hip", "mhc_pass", PASS_ARGUMENTS, threads=384, defines=defines, lds_bytes=PASS_LDS_BYTES),
+        Kernel("mhc.hip", "mhc_finish", FINISH_ARGUMENTS, threads=160, defines=defines, lds_bytes=16),
+        Kernel("mhc.hip", "mhc_few", both, threads=384, defines=defines, lds_bytes=FEW_LDS_BYTES),
     )
 
 
@@ -97,13 +98,13 @@ def mhc_pass_hip(
 
     Each is left out where it and what it is made from are None. Raises BindError.
     """
-    args = _pass_args(streams_bf16, merge, merged_bf16, pre_f32, collapsed_bf16, projection, partials_f32)
+    args = pass_args(streams_bf16, merge, merged_bf16, pre_f32, collapsed_bf16, projection, partials_f32)
     n_rows, _, width = streams_bf16.shape
     if n_rows:
         launch(_kernels(width)[0], grid=(-(-width // SEGMENT), -(-n_rows // ROWS)), args=args, lds_bytes=PASS_LDS_BYTES)
 
 
-def _pass_args(
+def pass_args(
     streams_bf16: Tensor,
     merge: Merge | None,
     merged_bf16: Tensor | None,
@@ -111,7 +112,8 @@ def _pass_args(
     collapsed_bf16: Tensor | None,
     projection: Projection | None,
     partials_f32: Tensor | None,
-) -> tuple[Tensor | int | None, ...]:
+) -> tuple[Argument, ...]:
+    """The kernels' PASS_ARGUMENTS, of mhc_pass_hip's."""
     _both_or_none("mhc_pass", (merge, merged_bf16), (pre_f32, collapsed_bf16), (projection, partials_f32))
     n_rows, width = _bind(
         "mhc_pass",
@@ -170,15 +172,16 @@ def mhc_finish_hip(
     rounded_bf16 [R, D], where given, is filled with the normed rows as act_round8_hip makes them. Sums have orders of
     their own; exp and sigmoid are explog.py's sequences. Raises BindError.
     """
-    args = _finish_args(collapsed_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
+    args = finish_args(collapsed_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
     n_rows, width = collapsed_bf16.shape
     if n_rows:
         launch(_kernels(width)[1], grid=(n_rows, 1), args=args, lds_bytes=16)
 
 
-def _finish_args(
+def finish_args(
     collapsed_bf16: Tensor, norm_bf16: Tensor, norm_eps: float, mixing: Mixing | None, rounded_bf16: Tensor | None
-) -> tuple[Tensor | float | int | None, ...]:
+) -> tuple[Argument, ...]:
+    """The kernels' FINISH_ARGUMENTS, of mhc_finish_hip's."""
     projection, out = (mixing.projection, mixing.out) if mixing else (None, None)
     partials_f32 = mixing.partials_f32 if mixing else None
     _bind(
@@ -227,9 +230,9 @@ def mhc_enter_hip(
         mhc_pass_hip(*passing)
         mhc_finish_hip(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
     elif n_rows:
-        finishing = _finish_args(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
-        args = (*_pass_args(*passing), *finishing, counter_i32)
-        launch(_kernels(width)[2], grid=(-(-width // SEGMENT), 1), args=args, lds_bytes=PASS_LDS_BYTES)
+        finishing = finish_args(out_bf16, norm_bf16, norm_eps, mixing, rounded_bf16)
+        args = (*pass_args(*passing), *finishing, counter_i32)
+        launch(_kernels(width)[2], grid=(-(-width // SEGMENT), 1), args=args, lds_bytes=FEW_LDS_BYTES)
 
 
 def _both_or_none(op: str, *pairs: tuple[object, object]) -> None:

@@ -1,8 +1,9 @@
 """python -m rocline.tools.bench_layer: a decode step's kernels of one layer but attention on one card, as JSON lines.
 
-By number of rows: each operator alone, and all of them one after the other as a layer has them, in one graph, over
-rotating weights of the release's sizes, larger together than the card's cache. The outputs' hash is of the first set of
-weights; it must not depend on what is timed. Needs a card that both HIP and torch see.
+By number of rows: each operator alone, and all of them one after the other as a layer has them, of few rows with wo_b
+and mHC apart and together, in one graph, over rotating weights of the release's sizes, larger together than the card's
+cache. The outputs' hash is of the first set of weights; it must not depend on what is timed. Needs a card that both HIP
+and torch see.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rocline.hip_kernels import latents_hip
+from rocline.hip_kernels.device_memory import COUNTERS
 from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.experts_hip import ExpertRoom, experts_hip
 from rocline.hip_kernels.grouped_projection_hip import grouped_projection_hip
 from rocline.hip_kernels.latents_hip import latents_few_hip
 from rocline.hip_kernels.linear_hip import Product, Turn, fp8_linear_hip, multiply_together, prepare_bf16_weight
 from rocline.hip_kernels.mhc_hip import (
+    FEW_ROWS,
     Coefficients,
     Merge,
     Mixing,
@@ -32,6 +36,7 @@ from rocline.hip_kernels.mhc_hip import (
     partials_shape,
     prepare_projection,
 )
+from rocline.hip_kernels.project_enter_hip import project_enter_hip
 from rocline.hip_kernels.router_hip import router_hip
 from rocline.hip_kernels.weight_tiles import WeightTiles
 from rocline.hip_kernels.window_row import latent_norms_hip
@@ -43,6 +48,7 @@ SETS = 6  # of weights, taking turns
 RING_BYTES, N_EXPERTS, LIMIT, FACTOR = 528, 384, 10.0, 1.5
 NORM_EPS, EPS, ITERS = 1e-20, 1e-6, 20
 ORDER = ("mhc", "latents", "wq_b", "wo_a", "wo_b", "mhc", "router", "experts")
+FEW_ORDER = ("mhc", "latents", "wq_b", "wo_a", "wo_b and mhc", "router", "experts")
 
 
 class Weights:
@@ -82,7 +88,7 @@ class Rows:
         self.before, self.after = coefficients(), coefficients()
         self.partials = torch.empty(partials_shape(n_rows, WIDTH), device="cuda")
         self.u, self.rounded, self.out, self.mixed = (bf16(n_rows, WIDTH) for _ in range(4))
-        self.counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.counter, self.counters = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, COUNTERS))
         self.qr, self.rounded_qr, self.kv = (bf16(n_rows, n) for n in (DENSE["wq_a"][0],) * 2 + (DENSE["wkv"][0],))
         self.turn = noise(n_rows, PAIRS), noise(n_rows, PAIRS)
         self.ring_u8 = torch.zeros((n_rows, RING_BYTES), dtype=torch.uint8, device="cuda")
@@ -121,6 +127,13 @@ class Rows:
     def wo_b(self, of: Weights, number: int) -> None:
         fp8_linear_hip(self.grouped, of.wo_b, self.out, workspace_for(self.n_rows, of.wo_b))
 
+    def wo_b_and_mhc(self, of: Weights, number: int) -> None:
+        merge = Merge(self.out, self.before.post_f32, self.before.comb_f32)
+        mixing = Mixing(of.projection, self.partials, self.after, EPS, ITERS)
+        into = mixing, self.u, self.counters, self.rounded
+        given = self.grouped, of.wo_b, self.streams, merge, self.before.pre_f32, of.norms[0], NORM_EPS
+        project_enter_hip(*given, *into)
+
     def router(self, of: Weights, number: int) -> None:
         outs = self.scores, self.ids, self.weights, self.counter, workspace_for(self.n_rows, of.gate)
         router_hip(self.u, of.gate, self.bias, FACTOR, *outs)
@@ -130,7 +143,7 @@ class Rows:
         experts_hip(self.rounded, ids, self.weights, layer.routed, layer.shared, LIMIT, self.room_u8, self.mixed)
 
     def call(self, what: str, of: Weights, number: int) -> Callable[[], object]:
-        return partial(self.mixture if what == "experts" else getattr(self, what), of, number)
+        return partial(self.mixture if what == "experts" else getattr(self, what.replace(" ", "_")), of, number)
 
     def outputs(self) -> list[Tensor]:
         after, ring = self.after, self.ring_u8
@@ -145,11 +158,13 @@ def bench(n_rows: int, sets: Sequence[Weights], experts: gemm.Layer, repeats: in
         rows.call(what, sets[0], 0)()
     outputs = b"".join(tensor.view(torch.uint8).cpu().numpy().tobytes() for tensor in rows.outputs())
     print(json.dumps({"what": "outputs", "rows": n_rows, "sha256": hashlib.sha256(outputs).hexdigest()}), flush=True)
-    for what in dict.fromkeys(ORDER):
+    orders = (ORDER, FEW_ORDER) if n_rows <= FEW_ROWS else (ORDER,)
+    for what in dict.fromkeys(chain(*orders)):
         calls = [rows.call(what, of, number) for number, of in enumerate(sets)]
         report(what, many_ms(calls * 4, repeats), rows=n_rows)
-    calls = [rows.call(what, of, number) for number, of in enumerate(sets) for what in ORDER]
-    report("a layer but attention", len(ORDER) * many_ms(calls, repeats), rows=n_rows)
+    for order in orders:
+        calls = [rows.call(what, of, number) for number, of in enumerate(sets) for what in order]
+        report("a layer but attention", len(order) * many_ms(calls, repeats), rows=n_rows, operators=len(order))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

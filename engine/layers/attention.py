@@ -11,13 +11,13 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.handoff import RowSpan
-from rocline.engine.layers.streams import Entered
+from rocline.engine.layers.streams import Coefficients, Entered, MhcWeights, entering
 from rocline.engine.rope_rows import RopeRows
 from rocline.engine.sequence import Ring
 from rocline.hip_kernels import layer_ops
 from rocline.hip_kernels.attention_hip import Selected, Windows, shares_windows
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.layer_ops import project_heads, rotated_linear
+from rocline.hip_kernels.layer_ops import project_heads_enter, rotated_linear
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
 from rocline.hip_kernels.rmsnorm import rmsnorm
 from rocline.hip_kernels.rows import copy_rows
@@ -132,9 +132,22 @@ def heads_room(q_bf16: Tensor, selected: Selected | None) -> Tensor:
     return scratch.like(q_bf16, len(q_bf16)) if apart else q_bf16
 
 
-def project_out(config: TextConfig, weights: AttentionWeights, heads_bf16: Tensor) -> Tensor:
-    """The sublayer's output [R, D] BF16 from head outputs [R, H, hd]."""
+def project_out(
+    config: TextConfig,
+    weights: AttentionWeights,
+    heads_bf16: Tensor,
+    mixed: Coefficients,
+    norm_bf16: Tensor,
+    next_weights: MhcWeights,
+    streams_bf16: Tensor,
+) -> tuple[Tensor, Entered]:
+    """The sublayer's output [R, D] BF16 from head outputs [R, H, hd]; and what enters the next one, once that output is
+    merged into the streams [R, n, D] by `mixed`, in place."""
     grouped_bf16 = scratch.bf16(len(heads_bf16), config.o_groups * config.o_lora_rank)
     out_bf16 = scratch.bf16(len(heads_bf16), config.hidden_size)
-    project_heads(heads_bf16, weights.wo_a, config.o_groups, weights.wo_b, grouped_bf16, out_bf16)
-    return out_bf16
+    into, numbers = entering(config, streams_bf16)
+    merging = out_bf16, mixed.post_f32, mixed.comb_f32, streams_bf16, mixed.pre_f32
+    next_one = norm_bf16, *next_weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16
+    of_heads = weights.wo_a, config.o_groups, weights.wo_b, grouped_bf16
+    project_heads_enter(heads_bf16, *of_heads, *merging, *next_one)
+    return out_bf16, into

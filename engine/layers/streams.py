@@ -69,7 +69,7 @@ class Entered:
 
 def enter(config: TextConfig, norm_bf16: Tensor, weights: MhcWeights, streams_bf16: Tensor, pre_f32: Tensor) -> Entered:
     """What enters the sublayer that these streams [R, n, D] are before, collapsed by pre_f32 [R, n]."""
-    into, numbers = _entered(config, streams_bf16)
+    into, numbers = entering(config, streams_bf16)
     mhc_enter(streams_bf16, pre_f32, norm_bf16, *weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16)
     return into
 
@@ -81,15 +81,15 @@ def merge_enter(
 
     The next one's input is collapsed by the coefficients of the one before.
     """
-    into, numbers = _entered(config, streams_bf16)
+    into, numbers = entering(config, streams_bf16)
     pre_f32, post_f32, comb_f32 = before.coefficients
     others = pre_f32, norm_bf16, *weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16
     mhc_merge_enter(before.sublayer_bf16, post_f32, comb_f32, streams_bf16, *others)
     return into
 
 
-def _entered(config: TextConfig, streams_bf16: Tensor) -> tuple[Entered, tuple[float, float, int]]:
-    """To be filled, and the numbers that this takes."""
+def entering(config: TextConfig, streams_bf16: Tensor) -> tuple[Entered, tuple[float, float, int]]:
+    """What enters a sublayer, of streams [R, n, D], to be filled, and the numbers that this takes."""
     n_rows, n, width = streams_bf16.shape
     out = Coefficients(scratch.f32(n_rows, n), scratch.f32(n_rows, n), scratch.f32(n_rows, n, n))
     rounded_bf16 = scratch.bf16(n_rows, width) if scratch.is_on_device() else None

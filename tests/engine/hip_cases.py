@@ -25,10 +25,11 @@ FITTING = {"head_dim": 128, "q_lora_rank": 128, "index_head_dim": 128, "qk_rope_
 VOCABULARY = ("vocab_size", "engram_compressed_vocab_size", "engram_pad_token_id")
 
 
-def write_fitting_model(micro_model: Path, folder: Path, words_of: Path | None = None) -> Path:
+def write_fitting_model(micro_model: Path, folder: Path, words_of: Path | None = None, **changes: object) -> Path:
     """A checkpoint of micro's layers with index vectors of the release's width; its words are noise.
 
     words_of  another checkpoint, whose tokenizer it shall have; None: micro, whose has no words to chat in
+    changes   to the text configuration
     """
     folder.mkdir()
     words = words_of or micro_model
@@ -36,7 +37,7 @@ def write_fitting_model(micro_model: Path, folder: Path, words_of: Path | None =
         if (words / name).exists():
             shutil.copy(words / name, folder)
     config, of_words = (json.loads((path / "config.json").read_text()) for path in (micro_model, words))
-    layers = config["text_config"] | FITTING | {name: of_words["text_config"][name] for name in VOCABULARY}
+    layers = config["text_config"] | FITTING | {name: of_words["text_config"][name] for name in VOCABULARY} | changes
     config = of_words | {"text_config": layers}
     (folder / "config.json").write_text(json.dumps(config))
     model_config = msgspec.convert(config, ModelConfig)

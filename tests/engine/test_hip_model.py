@@ -6,7 +6,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from hip_cases import OPTIONS, answer_of, run
+from hip_cases import OPTIONS, answer_of, run, write_fitting_model
 from stage_paths import Path, random_path
 
 from rocline.engine.answer import Ask
@@ -233,11 +233,11 @@ def test_sequences_have_room_on_the_device_or_are_refused(fitting_folder, host):
 # products are cut in parts. Where more than 512 candidate blocks are kept, a reindex layer chooses from them in a
 # launch of its own. What merges the last layer's output at the end of a stage's visit is of no layer.
 LAUNCHES = {
-    "window": (10, 10, 26),
-    "full": (17, 18, 37),
-    "full, pairs, Engram": (18, 18, 43),
-    "reuse": (11, 11, 26),
-    "reindex": (14, 15, 31),
+    "window": (9, 10, 26),
+    "full": (16, 18, 37),
+    "full, pairs, Engram": (17, 18, 43),
+    "reuse": (10, 11, 26),
+    "reindex": (13, 15, 31),
 }
 CHUNK_ROWS = 70
 
@@ -248,8 +248,8 @@ def kind_of(role):
 
 
 @pytest.fixture
-def launches_by_kind(model, monkeypatch):
-    """Of a call: the kernels that it launches in a layer of each kind, by the driver's count."""
+def launches_by_kind(monkeypatch):
+    """Of a call to a model: the kernels that it launches in a layer of each kind, by the driver's count."""
     by_layer, step = Counter(), Stage._step
 
     def counted(stage, work, layer, *others):
@@ -260,7 +260,7 @@ def launches_by_kind(model, monkeypatch):
 
     monkeypatch.setattr(Stage, "_step", counted)
 
-    def of(work):
+    def of(model, work):
         by_layer.clear()
         work()
         kinds = {}
@@ -277,7 +277,7 @@ def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences):
     handles = [model.open() for _ in range(n_sequences)]
     for handle in handles:
         model.prefill(handle, prompt(rng, 41))
-    got = launches_by_kind(lambda: model.decode([(handle, 11) for handle in handles]))
+    got = launches_by_kind(model, lambda: model.decode([(handle, 11) for handle in handles]))
     for handle in handles:
         model.close(handle)
     for kind, (_, allowed, _) in LAUNCHES.items():
@@ -286,10 +286,21 @@ def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences):
     assert all(today <= allowed for today, allowed, _ in LAUNCHES.values())
 
 
+def test_launches_of_a_window_only_layer_with_engram(hip_device, micro_model, tmp_path, rng, launches_by_kind):
+    """As layer 1 of the release is; here it is layer 0."""
+    folder = write_fitting_model(micro_model, tmp_path / "model", engram_layer_ids=[0])
+    model = Model.load(folder, device="hip", **OPTIONS)
+    handle = model.open()
+    model.prefill(handle, prompt(rng, 41))
+    got = launches_by_kind(model, lambda: model.decode([(handle, 11)]))
+    print(f"window, Engram: {got['window, Engram']} kernels of a decode row, 10 allowed")
+    assert got["window, Engram"] == {10}
+
+
 def test_launches_of_a_prefill_chunk(model, rng, launches_by_kind):
     handle = model.open()
     model.prefill(handle, prompt(rng, 20))
-    got = launches_by_kind(lambda: model.prefill(handle, prompt(rng, CHUNK_ROWS), mode="full"))
+    got = launches_by_kind(model, lambda: model.prefill(handle, prompt(rng, CHUNK_ROWS), mode="full"))
     model.close(handle)
     for kind, n in got.items():
         print(f"{kind}: {n} kernels of a chunk of {CHUNK_ROWS} rows")
