@@ -13,13 +13,13 @@ constexpr int kSegmentGroups = kSegment / kOwnCols;
 typedef rl::EightRows Rows;
 static_assert(kWaves * kTiles * kTile * kTile * (int)sizeof(float) <= kFewBytes, "sums lie where the pass will be");
 
-struct Columns {  // of wo_b
+struct WoB {
   rl_u16* out;  // [R, WIDTH]
   const rl_u16* x;  // [R, K] rounded
   WeightE4m3 tiles;
   int n_rows, blocks, segment;
 };
-RL_DEV void multiply(rl_u16* lds, const Columns& a) {
+RL_DEV void multiply(rl_u16* lds, const WoB& a) {
   const int first = rl::wave() * a.segment, tile0 = rl_bid_x() * kTiles;
   FewStream<WeightE4m3, kTiles, Rows> stream;
 #pragma unroll
