@@ -25,7 +25,7 @@ REPEATS = 9
 # What kernels' names begin with.
 FAMILIES = {
     "experts": ("routed_", "shared_up_", "mixture_"),
-    "products from FP8": ("e4m3_", "latents_few"),
+    "products from FP8": ("e4m3_", "engram_few", "latents_few", "project_enter_few"),
     "attention": ("attention",),
 }
 ONCE_A_LAYER = "mixture_down"  # of a decode step

@@ -9,11 +9,14 @@ from rocline.engine.config import ModelConfig
 from rocline.engine.release import release_config
 from rocline.pipeline.costs import CostModel
 from rocline.tools import bench_engine, bench_profile, cli
-from rocline.tools.bench_bounds import Bounds, Ceilings
+from rocline.tools.bench_bounds import FAMILIES, Bounds, Ceilings
 from rocline.tools.bench_profile import Copies, Idle, Kernel, Span, seen
+from rocline.tools.kernel_budget import release_kernels
 
 MS = 1_000_000
 ONLY_PRODUCTS, ONLY_READING = Ceilings(float("inf"), 1.0), Ceilings(1.0, float("inf"))
+# Beside kernels that read FP8 weights, in the same sources.
+READ_NO_FP8 = ["bf16_", "prepare_", "linear_sum", "expert_sum", "engram_decode", "engram_gate"]
 KERNELS = {"mixture_up": 1.0, "e4m3_128": 1.0, "attention": 1.0, "embed": 1.0}
 
 
@@ -76,6 +79,15 @@ def test_a_decoded_row_reads_its_experts_and_all_other_fp8(release):
     assert bounds(release, ONLY_READING, lambda of: of.add_decode(1, 7)) == {
         name: pytest.approx(7 * seconds) for name, seconds in found.items()
     }
+
+
+def test_all_kernels_that_read_fp8_weights_are_of_a_family():
+    """Or their bytes would be counted and their time would not."""
+    families = tuple(prefix for family in ("experts", "products from FP8") for prefix in FAMILIES[family])
+    kernels = [kernel for kernel in release_kernels() if "WeightE4m3" in kernel.source.read_text()]
+    assert {"e4m3_few", "mixture_up"} < {kernel.name for kernel in kernels}
+    unknown = {kernel.name for kernel in kernels if not kernel.name.startswith((*families, *READ_NO_FP8))}
+    assert not unknown
 
 
 @pytest.mark.parametrize("chunk_rows", [1000, 4096])
