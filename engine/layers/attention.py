@@ -11,14 +11,15 @@ from torch import Tensor
 from rocline.engine import scratch
 from rocline.engine.config import TextConfig
 from rocline.engine.handoff import RowSpan
-from rocline.engine.layers.streams import Coefficients, Entered, MhcWeights, entering
+from rocline.engine.layers.streams import Coefficients, Entered, MhcWeights, Unmixed, entering, merge_enter
 from rocline.engine.rope_rows import RopeRows
 from rocline.engine.sequence import Ring
 from rocline.hip_kernels import layer_ops
 from rocline.hip_kernels.attention_hip import Selected, Windows, shares_windows
 from rocline.hip_kernels.formats import RowFormat
-from rocline.hip_kernels.layer_ops import project_heads_enter, rotated_linear
+from rocline.hip_kernels.layer_ops import project_heads, project_heads_enter, rotated_linear
 from rocline.hip_kernels.linear import Fp8Weight, fp8_linear
+from rocline.hip_kernels.mhc_hip import FEW_ROWS
 from rocline.hip_kernels.rmsnorm import rmsnorm
 from rocline.hip_kernels.rows import copy_rows
 from rocline.hip_kernels.window_row import window_row
@@ -145,9 +146,12 @@ def project_out(
     merged into the streams [R, n, D] by `mixed`, in place."""
     grouped_bf16 = scratch.bf16(len(heads_bf16), config.o_groups * config.o_lora_rank)
     out_bf16 = scratch.bf16(len(heads_bf16), config.hidden_size)
+    of_heads = heads_bf16, weights.wo_a, config.o_groups, weights.wo_b, grouped_bf16, out_bf16
+    if len(heads_bf16) > FEW_ROWS:  # of which no kernel does both, and memory lent in this order is packed tighter
+        project_heads(*of_heads)
+        return out_bf16, merge_enter(config, Unmixed(out_bf16, mixed), norm_bf16, next_weights, streams_bf16)
     into, numbers = entering(config, streams_bf16)
-    merging = out_bf16, mixed.post_f32, mixed.comb_f32, streams_bf16, mixed.pre_f32
+    merging = mixed.post_f32, mixed.comb_f32, streams_bf16, mixed.pre_f32
     next_one = norm_bf16, *next_weights, *numbers, into.u_bf16, *into.coefficients, into.rounded_bf16
-    of_heads = weights.wo_a, config.o_groups, weights.wo_b, grouped_bf16
-    project_heads_enter(heads_bf16, *of_heads, *merging, *next_one)
+    project_heads_enter(*of_heads, *merging, *next_one)
     return out_bf16, into
