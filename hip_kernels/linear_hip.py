@@ -7,7 +7,8 @@ act_quant.act_round8_hip or the product that made them (round_out), or are so on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -18,12 +19,13 @@ from torch import Tensor
 from rocline.hip_kernels.binding import BindError, bind_dims
 from rocline.hip_kernels.kernel import Argument, Kernel, launch
 from rocline.hip_kernels.linear import Fp8Weight
-from rocline.hip_kernels.weight_tiles import STEP, TILE, WeightTiles, check_scales
+from rocline.hip_kernels.weight_tiles import STEP, TILE, Kind, WeightTiles, check_scales
 
 THREADS, WAVES, COLS = 256, 8, 128
 FEW_ROWS, MID_ROWS = 16, 64
 # By the rows of a workgroup: fewer workgroups than this leave much of a card idle, and segments go to workgroups of
-# their own. Up to 64 rows need many loads on their way; of more, the sums of segments are a lot to move.
+# their own. Up to 64 rows need many loads on their way; of more, the sums of segments are a lot to move. The rule, and
+# that of FEW_WORKGROUPS, where tactics.py has not measured.
 ENOUGH_WORKGROUPS = {64: 192, 128: 64}
 FEW_TILES = 2  # of columns, a wave; one where fewer workgroups than this would have them
 FEW_WORKGROUPS = 64
@@ -144,31 +146,89 @@ class _Plan(NamedTuple):
     floats: tuple[int, ...]  # of workspace, for sums of parts
 
 
+class Launched(NamedTuple):
+    """One or two products in one launch: the kind and the WeightTiles.shape of their weights.
+
+    finishes  the first output is rounded or turned on its way out
+    """
+
+    kind: Kind
+    shapes: tuple[tuple[int, int, int], ...]
+    finishes: bool = False
+
+    def key(self, n_rows: int) -> str:
+        """For use_forms: of all row counts up to the next power of two."""
+        names = "+".join("x".join(map(str, shape)) for shape in self.shapes)
+        return f"{self.kind} {names} rows {1 << (n_rows - 1).bit_length()}"
+
+
+def forms(of: Launched, n_rows: int) -> tuple[int, ...]:
+    """The forms that a launch may have, all of the same bits: of at most FEW_ROWS rows tiles of columns a wave, of more
+    launches, two of which the first leaves sums of parts. First the rule's, which wants the most workspace."""
+    if n_rows <= FEW_ROWS:
+        if of.finishes:
+            return (FEW_TILES,)
+        rule = FEW_TILES if _few_workgroups(of, FEW_TILES) >= FEW_WORKGROUPS else 1
+        return rule, FEW_TILES + 1 - rule
+    rows = 64 if n_rows <= MID_ROWS else 128
+    widths = [groups * -(-n_out // COLS) for groups, n_out, _ in of.shapes]
+    return (1,) if -(-n_rows // rows) * sum(widths) >= ENOUGH_WORKGROUPS[rows] else (2, 1)
+
+
+def _few_workgroups(of: Launched, wave_tiles: int) -> int:
+    own_cols = [TILE * wave_tiles * (WAVES // _segments_of(n_out, n_blocks)[0]) for _, n_out, n_blocks in of.shapes]
+    return sum(groups * -(-n_out // own) for (groups, n_out, _), own in zip(of.shapes, own_cols, strict=True))
+
+
+_measured: Mapping[str, int] = {}
+_asked: dict[Launched, None] | None = None
+
+
+def use_forms(measured: Mapping[str, int]) -> None:
+    """Launches take these forms from now on, by Launched.key(); one that a launch cannot have is passed over. Of the
+    whole process: before memory is lent by workspace_floats, or after all of that is back."""
+    global _measured
+    _measured = measured
+    _plan.cache_clear()
+
+
+@contextmanager
+def asked() -> Iterator[Collection[Launched]]:
+    """What is multiplied meanwhile. For a thread that is alone."""
+    global _asked
+    _asked = {}
+    _plan.cache_clear()
+    try:
+        yield _asked
+    finally:
+        _asked = None
+
+
 @lru_cache(4096)  # of shapes and row counts, while decoding the same few over and over
-def _plan(n_rows: int, shapes: tuple[tuple[int, int, int], ...], finishes: bool = False) -> _Plan:
-    """shapes: by product, WeightTiles.shape."""
-    cuts = [_segments_of(n_out, n_blocks) for _, n_out, n_blocks in shapes]
+def _plan(n_rows: int, of: Launched) -> _Plan:
+    if _asked is not None:
+        _asked[of] = None
+    may_be = forms(of, n_rows)
+    form = _measured.get(of.key(n_rows), may_be[0])
+    if form not in may_be:
+        form = may_be[0]
+    cuts = [_segments_of(n_out, n_blocks) for _, n_out, n_blocks in of.shapes]
     waves, segments = (tuple(values) for values in zip(*cuts, strict=True))
     if n_rows <= FEW_ROWS:
-
-        def n_workgroups(wave_tiles: int) -> int:
-            own_cols = [TILE * wave_tiles * (WAVES // n) for n in waves]
-            return sum(groups * -(-n_out // own) for (groups, n_out, _), own in zip(shapes, own_cols, strict=True))
-
-        wave_tiles = FEW_TILES if finishes or n_workgroups(FEW_TILES) >= FEW_WORKGROUPS else 1
-        return _Plan(FEW_ROWS, wave_tiles, (n_workgroups(wave_tiles), 1), segments, waves, (0,) * len(shapes))
+        return _Plan(FEW_ROWS, form, (_few_workgroups(of, form), 1), segments, waves, (0,) * len(of.shapes))
     rows = 64 if n_rows <= MID_ROWS else 128
-    height, widths = -(-n_rows // rows), [groups * -(-n_out // COLS) for groups, n_out, _ in shapes]
-    enough = height * sum(widths) >= ENOUGH_WORKGROUPS[rows]
-    parts = tuple(1 if enough else -(-shape[2] // segment) for shape, segment in zip(shapes, segments, strict=True))
-    sizes = [n_rows * groups * n_out for groups, n_out, _ in shapes]
+    parts = tuple(
+        1 if form == 1 else -(-shape[2] // segment) for shape, segment in zip(of.shapes, segments, strict=True)
+    )
+    widths = [groups * -(-n_out // COLS) for groups, n_out, _ in of.shapes]
+    sizes = [n_rows * groups * n_out for groups, n_out, _ in of.shapes]
     floats = tuple(size * n if n > 1 else 0 for size, n in zip(sizes, parts, strict=True))
-    return _Plan(rows, 1, (height, sum(map(mul, widths, parts))), segments, parts, floats)
+    return _Plan(rows, 1, (-(-n_rows // rows), sum(map(mul, widths, parts))), segments, parts, floats)
 
 
 def workspace_floats(n_rows: int, *weights: WeightTiles) -> int:
     """FP32 elements of workspace that a call with so many rows and these weights needs; often 0."""
-    return sum(_plan(n_rows, tuple([tiles.shape for tiles in weights])).floats)
+    return sum(_plan(n_rows, Launched(weights[0].kind, tuple([tiles.shape for tiles in weights]))).floats)
 
 
 def _staged_lds_bytes(n_rows: int, n_in: int) -> int:
@@ -207,7 +267,8 @@ def multiply_together(
     if n_rows == 0:
         return
     finish = _finish(op, products[0], round_out, turn)
-    plan = _plan(n_rows, tuple([product.tiles.shape for product in products]), finish is not _NO_FINISH)
+    shapes = tuple([product.tiles.shape for product in products])
+    plan = _plan(n_rows, Launched(tiles.kind, shapes, finish is not _NO_FINISH))
     kernel = _LINEAR[tiles.kind][plan.rows]
     lds_bytes = kernel.lds_bytes
     if round_rows:

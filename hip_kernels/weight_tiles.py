@@ -66,6 +66,22 @@ class WeightTiles:
         return self.codes_u8.shape[:3].numel() * 32
 
     @staticmethod
+    def of_shape(
+        kind: Kind, shape: tuple[int, int, int], codes_u8: Tensor | None = None, scales_u8: Tensor | None = None
+    ) -> WeightTiles:
+        """Of such a `shape`, in these bytes, of which tile_bytes says how many; without any as a shape alone."""
+        groups, n_out, n_blocks = shape
+        code_bytes, n_scales = _BYTES[kind]
+        in_tiles = groups, -(-n_out // TILE), n_blocks
+
+        def placed(n_bytes: int, bytes_u8: Tensor | None) -> Tensor:
+            if bytes_u8 is None:
+                return torch.empty((*in_tiles, n_bytes), dtype=torch.uint8, device="meta")
+            return bytes_u8.view(*in_tiles, n_bytes)
+
+        return WeightTiles(kind, placed(code_bytes, codes_u8), placed(n_scales, scales_u8), n_out)
+
+    @staticmethod
     def empty(kind: Kind, groups: int, n_out: int, n_in: int, device: torch.device) -> WeightTiles:
         """Room for one. Raises BindError where the shape has no tiles."""
         if n_in % STEP or (kind == "e4m3" and groups > 1 and n_out % 8):
@@ -77,6 +93,13 @@ class WeightTiles:
         shape = (groups, -(-n_out // TILE), n_in // STEP)
         codes_u8 = torch.empty((*shape, code_bytes), dtype=torch.uint8, device=device)
         return WeightTiles(kind, codes_u8, torch.empty((*shape, n_scales), dtype=torch.uint8, device=device), n_out)
+
+
+def tile_bytes(kind: Kind, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a weight of such a `shape` (WeightTiles.shape)."""
+    groups, n_out, n_blocks = shape
+    n_tiles = groups * -(-n_out // TILE) * n_blocks
+    return n_tiles * _BYTES[kind][0], n_tiles * _BYTES[kind][1]
 
 
 def check_scales(op: str, kind: Kind, scales_e8m0: Tensor) -> None:

@@ -111,11 +111,11 @@ def test_coefficients(device, rng, n_rows, width):
         assert (got - exact).abs().max() < 4e-6  # FP32: 20 divisions on values up to 1, sums of 4 width terms
 
 
-@pytest.mark.parametrize("n_rows", [1, 6, 33, 2_048])
+@pytest.mark.parametrize("n_rows", [1, 6, 33, 2_048, 4_096])
 def test_projection_is_no_worse_than_fp32(device, rng, n_rows):
     """At the release's width: the projection's sums, and the coefficients, against FP64."""
     if n_rows > 33 and not device.is_card:
-        pytest.skip("2,048 rows need a GPU: --hip rocm, or --hip cuda on an NVIDIA one")
+        pytest.skip(f"{n_rows:,} rows need a GPU: --hip rocm, or --hip cuda on an NVIDIA one")
     width = 5120
     layer = Layer(device, rng, n_rows, width)
     layer.base.zero_()

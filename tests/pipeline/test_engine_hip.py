@@ -19,17 +19,22 @@ from rocline.engine.model import Model
 from rocline.engine.pages import PagePlanes
 from rocline.engine.sampling import SamplingParams
 from rocline.engine.synthetic import SyntheticWeights
+from rocline.hip_kernels import tactics
+from rocline.hip_kernels.compile import Compiler
 from rocline.hip_kernels.dispatch import DispatchError
 from rocline.hip_kernels.driver import devices
 from rocline.hip_kernels.graph import Graph
 from rocline.hip_kernels.kernel import Kernel, compiler
+from rocline.hip_kernels.linear_hip import Launched, use_forms
 from rocline.hip_kernels.runtime import hip
+from rocline.hip_kernels.tactics import Tactics
+from rocline.pipeline import warm_up
 from rocline.pipeline.engine import Engine
 from rocline.pipeline.options import Options
 from rocline.pipeline.placement import PlacementError
 from rocline.pipeline.request import Request, RequestFailed
 from rocline.pipeline.timeline import Kind
-from rocline.pipeline.warm_up import prepare_kernels
+from rocline.pipeline.warm_up import choose_forms, prepare_kernels
 
 PAGE = OPTIONS["page_positions"]
 SERVED = {
@@ -216,6 +221,40 @@ def test_chunks_may_be_longer_than_the_model_takes(model, caplog):
     with caplog.at_level(logging.INFO, "rocline"):
         prepare_kernels(model.config, Options(**SERVED | {"chunk_rows": 2 * longest}))
     assert "kernels are there" in caplog.text
+
+
+class OtherForms(dict):
+    """Wherever a launch may have two forms, the one that is not the rule's."""
+
+    def get(self, key, rule):
+        return 3 - rule
+
+
+def test_forms_of_products_change_no_bit(engines, asks):
+    """Steps and chunks, captured and not."""
+    use_forms(OtherForms())
+    try:
+        engine = engines(stages=2, devices=1, chunk_rows=20, warms_up=True)
+        for ask in asks:
+            check(engine.submit(ask.request), ask)
+    finally:
+        use_forms({})
+
+
+def test_forms_are_measured_at_the_first_start_alone(hip_device, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tactics, "ROTATED_BYTES", 1 << 16)
+    monkeypatch.setattr(warm_up, "compiler", lambda: Compiler(tmp_path))
+    product, options = Launched("e4m3", ((1, 72, 2),)), Options(**SERVED | {"running": 3, "chunk_rows": 200})
+    try:
+        with caplog.at_level(logging.INFO, "rocline"):
+            choose_forms([product], options)
+            choose_forms([product], options)
+    finally:
+        use_forms({})
+    n_rows = 1, 2, 4, 128, 256  # of steps, and of chunks
+    assert f"{len(n_rows)} forms of products, {len(n_rows)} measured now" in caplog.text
+    assert f"{len(n_rows)} forms of products, 0 measured now" in caplog.text
+    assert Tactics.of(devices()[0], tmp_path).forms.keys() == {product.key(n) for n in n_rows}
 
 
 def test_the_first_request_finds_everything_made(engines, asks, caplog, hip_device):
