@@ -29,7 +29,10 @@ from rocline.hip_kernels.graph import capture
 from rocline.hip_kernels.linear_hip import Launched, Product, forms, multiply_together, use_forms, workspace_floats
 from rocline.hip_kernels.weight_tiles import WeightTiles, tile_bytes
 
-ROTATED_BYTES = 256 << 20  # of weights that take turns
+ROTATED_BYTES, MOST_SETS = (
+    256 << 20,
+    64,
+)  # of weights that take turns: more would wait for the capture, if they are small
 MOST_WEIGHT_BYTES = 256 << 20  # larger ones fill any card, whatever their form
 SPARE_BYTES = 1 << 30  # of the card, that stay free meanwhile
 REPEATS = 5
@@ -182,7 +185,7 @@ class _Trial:
     def sizes(of: Launched, n_rows: int) -> tuple[int, list[int], list[int]]:
         """Sets of weights; bytes of one's weights; of rows, outputs, and the workspace of the form that wants most."""
         weights = [size for shape in of.shapes for size in tile_bytes(of.kind, shape)]
-        n_sets = max(1, -(-ROTATED_BYTES // sum(weights)))
+        n_sets = min(MOST_SETS, -(-ROTATED_BYTES // sum(weights)))
         groups, _, n_blocks = of.shapes[0]
         outs = [2 * n_rows * n_groups * n_out for n_groups, n_out, _ in of.shapes]
         use_forms({})

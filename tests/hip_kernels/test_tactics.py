@@ -123,6 +123,20 @@ def test_times_of_a_graph(device, tmp_path):
     assert all(us > 0 for measured in found.values() for us in measured.us.values())
 
 
+def test_small_weights_are_not_rotated_for_ever(device, tmp_path, monkeypatch):
+    n_calls = []
+    for n_bytes in (1, 1 << 40):
+        monkeypatch.setattr(tactics_file, "ROTATED_BYTES", n_bytes)
+        measure(
+            devices()[0],
+            [SMALL],
+            [1],
+            Tactics(tmp_path / "forms.json"),
+            lambda calls: float(n_calls.append(len(calls)) or 1),
+        )
+    assert n_calls == [1, 1, 64, 64]
+
+
 def test_what_finds_no_room_is_left_out(device, tmp_path, monkeypatch):
     monkeypatch.setattr(tactics_file, "SPARE_BYTES", 1 << 50)
     assert measure(devices()[0], [SMALL], [1], Tactics(tmp_path / "forms.json")) == {}
