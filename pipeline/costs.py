@@ -29,16 +29,16 @@ class Rates:
     are those of an H200 (docs/results.md).
 
     flops_per_s      of matrix products, index scores included (integer and BF16 WMMA run alike on gfx1100)
-    bytes_per_s      of device memory, 864 GB/s: experts of decode steps are read at 0.57 to 0.70 of a copy's rate
+    bytes_per_s      of device memory, 864 GB/s: experts of decode steps are read at 0.60 to 0.72 of a copy's rate
     hop_bytes_per_s  from card to card over PCIe
     step_s           fixed cost of one visit's step: launches, scheduling, the copy's latency. A token of one request
-                     took 9.8 ms over 16 visits, of which the device was busy for 8.4
+                     took 8.7 ms over 16 visits, of which the device was busy for 7.5
     """
 
     flops_per_s: float
     bytes_per_s: float = 0.6 * 864e9
     hop_bytes_per_s: float = 16e9
-    step_s: float = 90e-6
+    step_s: float = 75e-6
 
 
 @dataclass(frozen=True)
