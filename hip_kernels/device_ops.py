@@ -219,22 +219,20 @@ def _enter(
     post_f32: Tensor,
     comb_f32: Tensor,
     rounded_bf16: Tensor | None = None,
+    *,
+    projected: tuple[Tensor, WeightTiles] | None = None,
 ) -> None:
-    mixing = _mixing(streams_bf16, (fn_bf16, scale_f32, base_f32), (new_pre_f32, post_f32, comb_f32), eps, n_iters)
-    into = mixing, out_bf16, here.counters_i32[:1], rounded_bf16
-    mhc_enter_hip(streams_bf16, merge, pre_f32, norm_bf16, norm_eps, *into)
-
-
-def _mixing(
-    streams_bf16: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    made_f32: tuple[Tensor, Tensor, Tensor],
-    eps: float,
-    n_iters: int,
-) -> Mixing:
+    """projected: rows and weight of what is merged, to be multiplied first."""
     n_rows, _, width = streams_bf16.shape
+    projection = Projection(width, fn_bf16, scale_f32, base_f32)
     partials_f32 = here.lend(partials_shape(n_rows, width), torch.float32)
-    return Mixing(Projection(width, *weights), partials_f32, Coefficients(*made_f32), eps, n_iters)
+    mixing = Mixing(projection, partials_f32, Coefficients(new_pre_f32, post_f32, comb_f32), eps, n_iters)
+    entering = pre_f32, norm_bf16, norm_eps, mixing, out_bf16
+    if merge is not None and projected is not None:
+        rows_bf16, weight = projected
+        project_enter_hip(rows_bf16, weight, streams_bf16, merge, *entering, here.counters_i32, rounded_bf16)
+    else:
+        mhc_enter_hip(streams_bf16, merge, *entering, here.counters_i32[:1], rounded_bf16)
 
 
 def _project_heads_enter(
@@ -248,30 +246,16 @@ def _project_heads_enter(
     merge_comb_f32: Tensor,
     streams_bf16: Tensor,
     pre_f32: Tensor,
-    norm_bf16: Tensor,
-    fn_bf16: Tensor,
-    scale_f32: Tensor,
-    base_f32: Tensor,
-    norm_eps: float,
-    eps: float,
-    n_iters: int,
-    out_bf16: Tensor,
-    new_pre_f32: Tensor,
-    post_f32: Tensor,
-    comb_f32: Tensor,
-    rounded_bf16: Tensor | None = None,
+    *others: Any,
 ) -> None:
-    merge, weights = Merge(sublayer_bf16, merge_post_f32, merge_comb_f32), (fn_bf16, scale_f32, base_f32)
-    made_f32 = new_pre_f32, post_f32, comb_f32
-    if not project_enters(len(heads_bf16), wo_b, len(here.counters_i32)):
+    projected = None
+    if project_enters(len(heads_bf16), wo_b, len(here.counters_i32)):
+        products.grouped_projection(heads_bf16, wo_a, n_groups, grouped_bf16, round_out=True)
+        projected = grouped_bf16, wo_b
+    else:
         products.project_heads(heads_bf16, wo_a, n_groups, wo_b, grouped_bf16, sublayer_bf16)
-        into = norm_bf16, *weights, norm_eps, eps, n_iters, out_bf16, *made_f32, rounded_bf16
-        _enter(merge, streams_bf16, pre_f32, *into)
-        return
-    products.grouped_projection(heads_bf16, wo_a, n_groups, grouped_bf16, round_out=True)
-    mixing = _mixing(streams_bf16, weights, made_f32, eps, n_iters)
-    last = pre_f32, norm_bf16, norm_eps, mixing, out_bf16, here.counters_i32, rounded_bf16
-    project_enter_hip(grouped_bf16, wo_b, streams_bf16, merge, *last)
+    merge = Merge(sublayer_bf16, merge_post_f32, merge_comb_f32)
+    _enter(merge, streams_bf16, pre_f32, *others, projected=projected)
 
 
 def _engram_add(
