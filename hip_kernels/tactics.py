@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -25,14 +26,12 @@ from torch import Tensor
 
 from rocline.hip_kernels.compile import SOURCES, texts_of
 from rocline.hip_kernels.driver import Device, Event, Slab, fill_async
-from rocline.hip_kernels.graph import capture
+from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.linear_hip import Launched, Product, forms, multiply_together, use_forms, workspace_floats
 from rocline.hip_kernels.weight_tiles import WeightTiles, tile_bytes
 
-ROTATED_BYTES, MOST_SETS = (
-    256 << 20,
-    64,
-)  # of weights that take turns: more would wait for the capture, if they are small
+ROTATED_BYTES = 256 << 20  # of weights that take turns
+MOST_SETS = 64  # of them: small ones would fill a graph without end
 MOST_WEIGHT_BYTES = 256 << 20  # larger ones fill any card, whatever their form
 SPARE_BYTES = 1 << 30  # of the card, that stay free meanwhile
 REPEATS = 5
@@ -109,7 +108,7 @@ class Tactics:
             yield
 
 
-Timer = Callable[[Sequence[Callable[[], None]]], float]  # ms of all calls, one after the other
+Timer = Callable[[Sequence[Graph]], list[float]]  # ms of each
 
 
 def measure(
@@ -126,52 +125,48 @@ def measure(
     """
     found: dict[str, Measured] = {}
     with device.stream(), torch.inference_mode():
-        for of in launched:
-            for n_rows in row_counts:
-                key, may_be = of.key(n_rows), forms(of, n_rows)
-                if (
-                    len(may_be) > 1
-                    and key not in tactics.measured
-                    and key not in found
-                    and _Trial.fits(device, of, n_rows)
-                ):
-                    found[key] = _measured(device, of, n_rows, may_be, timer or graph_ms)
+        for of, n_rows in product(launched, row_counts):
+            key, may_be = of.key(n_rows), forms(of, n_rows)
+            is_known = len(may_be) == 1 or key in tactics.measured or key in found
+            if not is_known and _Trial.fits(device, of, n_rows):
+                found[key] = _measured(device, of, n_rows, may_be, timer or graphs_ms)
     use_forms(tactics.forms)
     return found
 
 
 def _measured(device: Device, of: Launched, n_rows: int, may_be: Sequence[int], timer: Timer) -> Measured:
-    key, rule = of.key(n_rows), may_be[0]
-    trial = _Trial.of(device, of, n_rows)
-    us = {}
+    trial, graphs = _Trial.of(device, of, n_rows), []
     try:
         for form in may_be:
-            use_forms({key: form})
-            us[form] = 1e3 * timer(trial.calls) / len(trial.calls)
+            use_forms({of.key(n_rows): form})
+            trial.calls[0]()  # compiles and loads
+            with capture() as graph:
+                for call in trial.calls:
+                    call()
+            graphs.append(graph)
+        us = [1e3 * ms / len(trial.calls) for ms in timer(graphs)]
     finally:
         device.synchronize()
+        for graph in graphs:
+            graph.close()
         trial.slab.free()
-    best = min(us, key=lambda form: us[form])
+    best = us.index(min(us))
+    is_worth_it = us[best] < (1 - LEAST_GAIN) * us[0]
     return Measured(
-        best if us[best] < (1 - LEAST_GAIN) * us[rule] else rule, {str(f): round(t, 2) for f, t in us.items()}
+        may_be[best if is_worth_it else 0], {str(form): round(t, 2) for form, t in zip(may_be, us, strict=True)}
     )
 
 
-def graph_ms(calls: Sequence[Callable[[], None]]) -> float:
-    """Device time of all of them in one graph, the median of REPEATS."""
-    for call in calls[:1]:
-        call()  # compiles and loads
-    with capture() as graph:
-        for call in calls:
-            call()
-    spans = []
-    for _ in range(REPEATS):
-        began = Event(timed=True).record()
-        graph.launch()
-        spans.append((began, Event(timed=True).record()))
-    spans[-1][1].synchronize()
-    graph.close()
-    return median(ended.ms_since(began) for began, ended in spans)
+def graphs_ms(graphs: Sequence[Graph]) -> list[float]:
+    """Device time, the median of REPEATS. By turns: a card's clock rises while it is measured."""
+    spans: list[list[tuple[Event, Event]]] = [[] for _ in graphs]
+    for _ in range(1 + REPEATS):
+        for graph, own in zip(graphs, spans, strict=True):
+            began = Event(timed=True).record()
+            graph.launch()
+            own.append((began, Event(timed=True).record()))
+    spans[-1][-1][1].synchronize()
+    return [median(ended.ms_since(began) for began, ended in own[1:]) for own in spans]
 
 
 @dataclass(frozen=True)
@@ -188,7 +183,7 @@ class _Trial:
         n_sets = min(MOST_SETS, -(-ROTATED_BYTES // sum(weights)))
         groups, _, n_blocks = of.shapes[0]
         outs = [2 * n_rows * n_groups * n_out for n_groups, n_out, _ in of.shapes]
-        use_forms({})
+        use_forms({})  # the rules', which want the most
         floats = workspace_floats(n_rows, *(WeightTiles.of_shape(of.kind, shape) for shape in of.shapes))
         return n_sets, weights, [2 * n_rows * groups * n_blocks * 32, *outs, 4 * floats]
 

@@ -19,7 +19,7 @@ from rocline.hip_kernels.linear_hip import (
     use_forms,
     workspace_floats,
 )
-from rocline.hip_kernels.tactics import Measured, Tactics, graph_ms, measure
+from rocline.hip_kernels.tactics import Measured, Tactics, graphs_ms, measure
 
 SMALL = Launched("e4m3", ((1, 72, 2),))  # N and blocks of 32 channels
 PAIR = Launched("e4m3", ((1, 40, 3), (1, 24, 3)))
@@ -91,50 +91,39 @@ def test_what_is_multiplied_can_be_asked(device, rng):
     assert list(launched) == [SMALL]
 
 
-class Clock:
-    """A timer, by the form that is in use: ms of all calls."""
-
-    def __init__(self, **ms):
-        self.ms, self.n = {int(form[1:]): value for form, value in ms.items()}, 0
-
-    def __call__(self, calls):
-        calls[0]()
-        may_be = forms(SMALL, 1)
-        self.n += 1
-        return self.ms[may_be[(self.n - 1) % 2]] * len(calls)
+def clock(*ms):
+    """A timer of one's own: ms of a launch in each form."""
+    return lambda graphs: [of * graph.launches["e4m3_few", ""] for of, graph in zip(ms, graphs, strict=True)]
 
 
 @pytest.mark.parametrize(("one", "two", "best"), [(3.0, 2.0, 2), (2.0, 3.0, 1), (2.0, 1.95, 1), (2.0, 1.9, 2)])
 def test_the_quickest_is_taken_and_the_rule_where_little_is_gained(device, tmp_path, one, two, best):
-    card, clock = devices()[0], Clock(_1=one, _2=two)
+    card, tactics = devices()[0], Tactics(tmp_path / "forms.json")
     held = card.memory().slab_bytes
-    tactics = Tactics(tmp_path / "forms.json")
-    found = measure(card, [SMALL], [1], tactics, clock)
+    found = measure(card, [SMALL], [1], tactics, clock(one, two))
     assert found == {SMALL.key(1): Measured(best, {"1": 1e3 * one, "2": 1e3 * two})}
     assert card.memory().slab_bytes == held
     tactics.add(found)
-    assert measure(card, [SMALL], [1], tactics, clock) == {}
-    assert clock.n == 2
+    assert measure(card, [SMALL], [1], tactics, clock()) == {}
 
 
 def test_times_of_a_graph(device, tmp_path):
-    found = measure(devices()[0], [SMALL, PAIR], [1, 17], Tactics(tmp_path / "forms.json"), graph_ms)
+    found = measure(devices()[0], [SMALL, PAIR], [1, 17], Tactics(tmp_path / "forms.json"), graphs_ms)
     assert found.keys() == {of.key(n) for of in (SMALL, PAIR) for n in (1, 17)}
     assert all(us > 0 for measured in found.values() for us in measured.us.values())
 
 
 def test_small_weights_are_not_rotated_for_ever(device, tmp_path, monkeypatch):
-    n_calls = []
+    n_launches = []
+
+    def timer(graphs):
+        n_launches.extend(sum(graph.launches.values()) for graph in graphs)
+        return [1.0] * len(graphs)
+
     for n_bytes in (1, 1 << 40):
         monkeypatch.setattr(tactics_file, "ROTATED_BYTES", n_bytes)
-        measure(
-            devices()[0],
-            [SMALL],
-            [1],
-            Tactics(tmp_path / "forms.json"),
-            lambda calls: float(n_calls.append(len(calls)) or 1),
-        )
-    assert n_calls == [1, 1, 64, 64]
+        measure(devices()[0], [SMALL], [1], Tactics(tmp_path / "forms.json"), timer)
+    assert n_launches == [1, 1, 64, 64]
 
 
 def test_what_finds_no_room_is_left_out(device, tmp_path, monkeypatch):
