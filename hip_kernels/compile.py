@@ -19,6 +19,7 @@ from typing import Any
 from rocline.hip_kernels.runtime import HipError, check, hip, hiprtc
 
 SOURCES = Path(__file__).resolve().parent
+CACHE = Path.home() / ".cache" / "rocline"  # where nobody chose another folder
 # Contraction is off in every .hip by port.hip.h too; whoever compiles without that header still rounds twice.
 OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off")
 

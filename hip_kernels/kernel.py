@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rocline.hip_kernels.binding import is_shapes_only
-from rocline.hip_kernels.compile import SOURCES, Compiler, Request
+from rocline.hip_kernels.compile import CACHE, SOURCES, Compiler, Request
 from rocline.hip_kernels.driver import devices, here, refuse_in_capture
 from rocline.hip_kernels.runtime import HipError, check, hip, torch_sees_gpus
 
@@ -97,7 +97,7 @@ class Kernel:
         return address
 
 
-_compiler = Compiler(Path.home() / ".cache" / "rocline")
+_compiler = Compiler(CACHE)
 _all_counts: list[dict[tuple[str, str], int]] = []  # one a thread, so that counting needs no lock
 
 

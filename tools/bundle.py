@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from rocline.hip_kernels.compile import CACHE
 from rocline.http.settings import Settings
 from rocline.pipeline.options import Options
 
@@ -81,6 +82,7 @@ MOST_WORD = 2000  # characters of a word of the log
 MOST_LOG_BYTES = 64 << 20  # the end of a longer log
 LEAST_KEY = 6  # characters: shorter ones would mask half of every file
 TRACES = "traces"  # where README has traces written
+FORM_KEY = re.compile(r"^[a-z0-9]+ [0-9x+]+ rows [0-9]+$")
 
 
 class BundleError(Exception):
@@ -133,9 +135,24 @@ def _members(report: Mapping[str, Any], environ: Mapping[str, str], logs: Sequen
         yield "plan.json", plan
     yield "environment.json", {name: environ[name] for name in VARIABLES if name in environ}
     yield "settings.json", shown_settings(environ)
+    yield "forms.json", measured_forms(CACHE)
     yield "traces.json", sorted(path.name for path in Path(TRACES).glob("*.csv"))
     for number, log in enumerate(logs):
         yield f"log-{number}.json", shown_log(log)
+
+
+def measured_forms(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of each file of tactics.py: what launches took on a kind of card."""
+    shown: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("tactics-*.json")):
+        with suppress(OSError, ValueError, AttributeError):
+            entries = json.loads(path.read_text("utf-8")).items()
+            shown[path.name] = {
+                key: {"form": of["form"], "us": of["us"]}
+                for key, of in entries
+                if FORM_KEY.match(key) and _is_numbers([of.get("form"), *of.get("us", {}).values()])
+            }
+    return shown
 
 
 def shown_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:

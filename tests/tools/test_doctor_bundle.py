@@ -3,9 +3,12 @@
 import json
 import os
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 
+from rocline.hip_kernels.linear_hip import Launched
+from rocline.hip_kernels.tactics import Measured, Tactics
 from rocline.tools import bundle, cli, doctor, serve
 from rocline.tools.bundle import Bundle, BundleError
 from rocline.tools.doctor_checks import Cards
@@ -77,7 +80,8 @@ def packed(place, capsys):
 
 def test_what_is_in_it(packed):
     assert list(packed) == [
-        *("doctor.json", "versions.json", "environment.json", "settings.json", "traces.json", "log-0.json")
+        *("doctor.json", "versions.json", "environment.json", "settings.json"),
+        *("forms.json", "traces.json", "log-0.json"),
     ]
     assert packed["doctor.json"]["serves"] == {"cpu": True, "hip": False}
     assert packed["versions.json"]["python"]
@@ -88,6 +92,22 @@ def test_what_is_in_it(packed):
         | {"port": "set, not as it should be"},
         "environment": {"chunk_rows": 512},
     }
+
+
+def test_forms_are_those_of_the_cards_here(tmp_path):
+    product, folder = Launched("e4m3", ((1, 72, 2), (1, 40, 2))), tmp_path / "rocline"
+    Tactics(folder / "tactics-gfx1100.json").add({product.key(5): Measured(2, {"1": 5.5, "2": 4.0})})
+    (folder / "tactics-odd.json").write_text(
+        json.dumps({PROMPT: {"form": 1, "us": {}}, product.key(1): {"form": PROMPT}})
+    )
+    (folder / "tactics-broken.json").write_text("{")
+    assert bundle.measured_forms(folder) == {
+        "tactics-gfx1100.json": {"e4m3 1x72x2+1x40x2 rows 8": {"form": 2, "us": {"1": 5.5, "2": 4.0}}},
+        "tactics-odd.json": {},
+    }
+    assert bundle.measured_forms(tmp_path / "none") == {}
+    card = SimpleNamespace(arch="gfx1100", name="Radeon Pro W7900D")
+    assert Tactics.of(card, folder).path.match("tactics-gfx1100-Radeon-Pro-W7900D-*.json")
 
 
 def test_settings_are_those_of_serve():
