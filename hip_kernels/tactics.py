@@ -28,6 +28,7 @@ from rocline.hip_kernels.compile import SOURCES, texts_of
 from rocline.hip_kernels.driver import Device, Event, Slab, fill_async
 from rocline.hip_kernels.graph import Graph, capture
 from rocline.hip_kernels.linear_hip import Launched, Product, forms, multiply_together, use_forms, workspace_floats
+from rocline.hip_kernels.runtime import HipError
 from rocline.hip_kernels.weight_tiles import WeightTiles, tile_bytes
 
 ROTATED_BYTES = 256 << 20  # of weights that take turns
@@ -121,15 +122,22 @@ def measure(
     """Of launches with so many rows what `tactics` has not and what has forms to choose from.
 
     For a thread that is alone in the process, before memory is lent; takes some of the card's and gives it back, and
-    leaves out what finds no room. Afterwards the forms of `tactics` are in use. Raises HipError.
+    leaves out what finds no room, which others may have taken meanwhile. Afterwards the forms of `tactics` are in use.
+    Raises HipError.
     """
     found: dict[str, Measured] = {}
     with device.stream(), torch.inference_mode():
         for of, n_rows in product(launched, row_counts):
             key, may_be = of.key(n_rows), forms(of, n_rows)
             is_known = len(may_be) == 1 or key in tactics.measured or key in found
-            if not is_known and _Trial.fits(device, of, n_rows):
+            if is_known or not _Trial.fits(device, of, n_rows):
+                continue
+            try:
                 found[key] = _measured(device, of, n_rows, may_be, timer or graphs_ms)
+            except HipError as error:
+                if error.name != "hipErrorOutOfMemory":
+                    raise
+                _log.warning("%s is not measured: %s", key, error)
     use_forms(tactics.forms)
     return found
 

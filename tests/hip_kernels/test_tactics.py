@@ -1,6 +1,7 @@
 """Forms of products: the same bits, the quickest of them measured, kept and never measured or overwritten again."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rocline.hip_kernels.linear_hip import (
     use_forms,
     workspace_floats,
 )
+from rocline.hip_kernels.runtime import HipError
 from rocline.hip_kernels.tactics import Measured, Tactics, graphs_ms, measure
 
 SMALL = Launched("e4m3", ((1, 72, 2),))  # N and blocks of 32 channels
@@ -132,6 +134,18 @@ def test_what_finds_no_room_is_left_out(device, tmp_path, monkeypatch):
     monkeypatch.setattr(tactics_file, "SPARE_BYTES", 0)
     monkeypatch.setattr(tactics_file, "MOST_WEIGHT_BYTES", 1)
     assert measure(devices()[0], [SMALL], [1], Tactics(tmp_path / "forms.json")) == {}
+
+
+@pytest.mark.parametrize(("name", "raises"), [("hipErrorOutOfMemory", False), ("hipErrorLaunchFailure", True)])
+def test_room_that_others_take_meanwhile_stops_no_start(device, tmp_path, monkeypatch, caplog, name, raises):
+    def taken(n_bytes):
+        raise HipError(f"hipMalloc of {n_bytes} bytes", name)
+
+    card = devices()[0]
+    monkeypatch.setattr(card, "allocate", taken)
+    with pytest.raises(HipError) if raises else nullcontext():
+        assert measure(card, [SMALL], [1], Tactics(tmp_path / "forms.json")) == {}
+    assert ("is not measured: hipMalloc of" in caplog.text) != raises
 
 
 def test_a_later_phase_adds_and_overwrites_nothing(tmp_path):
