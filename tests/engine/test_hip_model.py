@@ -20,6 +20,7 @@ from rocline.engine.stage import Stage
 from rocline.hip_kernels.device_ops import KERNELS
 from rocline.hip_kernels.dispatch import DispatchError
 from rocline.hip_kernels.kernel import launch_counts
+from rocline.hip_kernels.linear_hip import use_forms
 from rocline.hip_kernels.sampling import sample
 
 INDEX_OPERATORS = ["index_key", "index_prepare", "index_query", "index_select", "index_select_among"]
@@ -229,15 +230,16 @@ def test_sequences_have_room_on_the_device_or_are_refused(fitting_folder, host):
     model.close(second)
 
 
-# Kernels of a layer by its kind: of a decode row, what the design allows for that, and of a prefill chunk whose
-# products are cut in parts. Where more than 512 candidate blocks are kept, a reindex layer chooses from them in a
-# launch of its own. What merges the last layer's output at the end of a stage's visit is of no layer.
+# Kernels of a layer by its kind: of a decode row, what the design allows for that, and of a prefill chunk, with
+# products cut in parts and with whole ones, as they are where rows are many. Where more than 512 candidate blocks are kept, a
+# reindex layer chooses from them in a launch of its own. What merges the last layer's output at the end of a stage's
+# visit is of no layer.
 LAUNCHES = {
-    "window": (9, 10, 26),
-    "full": (16, 18, 37),
-    "full, pairs, Engram": (17, 18, 43),
-    "reuse": (10, 11, 26),
-    "reindex": (13, 15, 31),
+    "window": (9, 10, 26, 20),
+    "full": (16, 18, 37, 29),
+    "full, pairs, Engram": (17, 18, 43, 34),
+    "reuse": (10, 11, 26, 20),
+    "reindex": (13, 15, 31, 24),
 }
 CHUNK_ROWS = 70
 
@@ -271,37 +273,69 @@ def launches_by_kind(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("n_sequences", [1, 2])
-def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences):
-    """Two rows take no more of them than one."""
+@pytest.mark.parametrize(("n_sequences", "more"), [(1, 0), (2, 0), (3, 4)])
+def test_launches_of_a_decode_row(model, rng, launches_by_kind, n_sequences, more):
+    """Two rows take no more of them than one; norms and coefficients of more have launches of their own."""
     handles = [model.open() for _ in range(n_sequences)]
     for handle in handles:
         model.prefill(handle, prompt(rng, 41))
     got = launches_by_kind(model, lambda: model.decode([(handle, 11) for handle in handles]))
     for handle in handles:
         model.close(handle)
-    for kind, (_, allowed, _) in LAUNCHES.items():
+    for kind, (_, allowed, *_) in LAUNCHES.items():
         print(f"{kind}: {got[kind]} kernels of a decode row, {allowed} allowed")
-    assert got == {kind: {today} for kind, (today, _, _) in LAUNCHES.items()}
-    assert all(today <= allowed for today, allowed, _ in LAUNCHES.values())
+    more_of = {kind: more + (2 if more and "Engram" in kind else 0) for kind in LAUNCHES}  # decoded, multiplied, gated
+    assert got == {kind: {today + more_of[kind]} for kind, (today, *_) in LAUNCHES.items()}
+    assert all(today <= allowed for today, allowed, *_ in LAUNCHES.values())
 
 
-def test_launches_of_a_window_only_layer_with_engram(hip_device, micro_model, tmp_path, rng, launches_by_kind):
+class WholeProducts(dict):
+    """Forms for use_forms: of many rows no product is cut in parts."""
+
+    def get(self, key, rule):
+        return 1
+
+
+@pytest.fixture
+def launches_of_a_chunk(launches_by_kind):
+    """Of a model: kernels of a prefill chunk by its layers' kinds, with products in parts and whole."""
+
+    def of(model):
+        got = []
+        for forms in ({}, WholeProducts()):
+            handle = model.open()
+            model.prefill(handle, [11] * 20)
+            use_forms(forms)
+            try:
+                got.append(launches_by_kind(model, lambda to=handle: model.prefill(to, [12] * CHUNK_ROWS, mode="full")))
+            finally:
+                use_forms({})
+            model.close(handle)
+        for kind in got[0]:
+            print(f"{kind}: {got[0][kind]} kernels of a chunk of {CHUNK_ROWS} rows, {got[1][kind]} with whole products")
+        return got
+
+    return of
+
+
+def test_launches_of_a_window_only_layer_with_engram(
+    hip_device, micro_model, tmp_path, rng, launches_by_kind, launches_of_a_chunk
+):
     """As layer 1 of the release is; here it is layer 0."""
     folder = write_fitting_model(micro_model, tmp_path / "model", engram_layer_ids=[0])
     model = Model.load(folder, device="hip", **OPTIONS)
     handle = model.open()
     model.prefill(handle, prompt(rng, 41))
     got = launches_by_kind(model, lambda: model.decode([(handle, 11)]))
+    model.close(handle)
     print(f"window, Engram: {got['window, Engram']} kernels of a decode row, 10 allowed")
     assert got["window, Engram"] == {10}
+    in_parts, whole = launches_of_a_chunk(model)
+    assert (in_parts["window, Engram"], whole["window, Engram"]) == ({31}, {24})
+    assert (in_parts["full, pairs"], whole["full, pairs"]) == ({38}, {30})
 
 
-def test_launches_of_a_prefill_chunk(model, rng, launches_by_kind):
-    handle = model.open()
-    model.prefill(handle, prompt(rng, 20))
-    got = launches_by_kind(model, lambda: model.prefill(handle, prompt(rng, CHUNK_ROWS), mode="full"))
-    model.close(handle)
-    for kind, n in got.items():
-        print(f"{kind}: {n} kernels of a chunk of {CHUNK_ROWS} rows")
-    assert got == {kind: {of_chunk} for kind, (_, _, of_chunk) in LAUNCHES.items()}
+def test_launches_of_a_prefill_chunk(model, launches_of_a_chunk):
+    got_in_parts, got_whole = launches_of_a_chunk(model)
+    assert got_in_parts == {kind: {in_parts} for kind, (*_, in_parts, _) in LAUNCHES.items()}
+    assert got_whole == {kind: {whole} for kind, (*_, whole) in LAUNCHES.items()}

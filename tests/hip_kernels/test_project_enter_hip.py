@@ -21,8 +21,8 @@ from rocline.hip_kernels.mhc_hip import (
 from rocline.hip_kernels.project_enter_hip import project_enter_hip
 
 EPS, HC_EPS, ITERS = 1e-20, 1e-6, 20
-# Channels out and in: less than a segment; a last segment of one workgroup, the second of two rounds of the norm
-# threads; segments of K with nothing in them. The release.
+# Channels out and in: less than a segment of channels; a last one with a single workgroup; the same, and more pieces of
+# a row than threads norm at once. Of the first two some waves have no K. The release.
 SHAPES = [(64, 32), (160, 96), (1056, 288), (5120, 8192)]
 
 
