@@ -231,9 +231,9 @@ def test_sequences_have_room_on_the_device_or_are_refused(fitting_folder, host):
 
 
 # Kernels of a layer by its kind: of a decode row, what the design allows for that, and of a prefill chunk, with
-# products cut in parts and with whole ones, as they are where rows are many. Where more than 512 candidate blocks are kept, a
-# reindex layer chooses from them in a launch of its own. What merges the last layer's output at the end of a stage's
-# visit is of no layer.
+# products cut in parts and with whole ones, as they are where rows are many. Where more than 512 candidate blocks are
+# kept, a reindex layer chooses from them in a launch of its own. What merges the last layer's output at the end of a
+# stage's visit is of no layer.
 LAUNCHES = {
     "window": (9, 10, 26, 20),
     "full": (16, 18, 37, 29),
